@@ -41,8 +41,16 @@ from statsmodels.genmod.generalized_linear_model import GLM
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "packages/fedloom-sites"))  # for the tests' helpers
 
 import fedloom as fl
-from fedloom.analyses import Analysis, AnalysisTerms, Rules, analysis_of, answer_question, run_questions, sum_answers
-from fedloom.analyses.run import clients_of
+from fedloom.analyses import (
+    Analysis,
+    AnalysisTerms,
+    Rules,
+    answer_question,
+    resolve_analysis,
+    run_questions,
+    sum_answers,
+)
+from fedloom.analyses.run import prepare_clients
 from fedloom.errors import Stop
 from fedloom.rundir import analysis_file
 from fedloom_clinic.fits.cox import SurvivalSite, fit_cox
@@ -105,8 +113,8 @@ def measure(
     gap: Callable[[pd.DataFrame], float],
 ) -> Row:  # fmt: skip
     """Run an analysis in a simulation and in deployments, and compare each result with a library by ``gap``."""
-    analysis: Analysis = analysis_of(name, options)
-    schema, rows, _ = clients_of(data, analysis)
+    analysis: Analysis = resolve_analysis(name, options)
+    schema, rows, _ = prepare_clients(data, analysis)
     members = list(rows.values())
     terms = AnalysisTerms(schema, torch.tensor([len(client) for client in members]), Rules())
     terms = replace(terms, published=tuple(analysis.publish(client, terms) for client in members))

@@ -30,7 +30,7 @@ from fedloom_sites.deploy.ops.directory import APP_FOLDER, Location, write_direc
 from fedloom_sites.deploy.ops.loopback import LoopbackDeployment
 from fedloom_sites.deploy.ops.plan import plan_deployment
 from fedloom_sites.deploy.ops.processes import ManagedProcess, ManagedProcesses, ProcessError
-from fedloom_sites.deploy.ops.status import lines_of, status_of
+from fedloom_sites.deploy.ops.status import read_entries, read_status
 
 SERVER_APP_CODE = """
 import json, time
@@ -172,10 +172,10 @@ def measure_training(here: LoopbackDeployment, processes: ManagedProcesses, site
     with Meter(sites) as meter:
         start = run_app(here, processes, here.folder / "server" / APP_FOLDER, here.folder / "server" / "server.toml")
     ends: dict[int, float] = {}
-    for line in lines_of(here.server.audit):
+    for line in read_entries(here.server.audit):
         if line["what"] == "accepted" and line["kind"] == "train":
             ends[line["round"]] = datetime.fromisoformat(line["time"]).timestamp()
-    assert status_of(here.server)["state"] == "done"
+    assert read_status(here.server)["state"] == "done"
     rounds = json.loads(max(here.server.checkpoints.glob("*.json")).read_text())["body"]["meta"]["seconds"]
     return meter.cost(start, [ends[t] for t in sorted(ends)], rounds)
 

@@ -15,7 +15,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from fedloom.models import factorise, spec_of
+from fedloom.models import factorize, make_spec
 
 
 def time_forward_passes(module: nn.Module, x: Tensor, repeats: int) -> list[float]:
@@ -40,14 +40,14 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     shape = (3, 32, 32)
-    module = spec_of(given.model).build(shape, 10, seed=0).eval()
+    module = make_spec(given.model).build(shape, 10, seed=0).eval()
     x = torch.randn(given.batch, *shape, generator=torch.Generator().manual_seed(0))
     print(f"{given.model}, batch {given.batch}, {torch.get_num_threads()} thread")
     print(f"{'rank':>6} {'parameters':>12} {'median ms':>10} {'least ms':>10}")
     for rank in [None, *map(int, given.ranks.split(","))]:
         found, count = module, sum(p.numel() for p in module.parameters())
         if rank is not None:
-            thin = factorise(module, rank=rank)
+            thin = factorize(module, rank=rank)
             found, count = thin.module, thin.parameters
         times = time_forward_passes(found, x, given.repeats)
         print(f"{rank or 'dense':>6} {count:12,} {statistics.median(times):10.2f} {min(times):10.2f}", flush=True)

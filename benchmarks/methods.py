@@ -23,9 +23,9 @@ import fedloom as fl
 from fedloom.algorithms import REGISTRY
 from fedloom.engine.setup import check
 from fedloom.errors import FedloomError
-from fedloom.formats import UNKNOWN_DASH, fixed
+from fedloom.formats import UNKNOWN_DASH, format_fixed
 from fedloom.lab.experiment.measure.per_gradient import measure_per_gradient
-from fedloom_studies.map.setups import POOLED_METHOD, parts_of_networks
+from fedloom_studies.map.setups import POOLED_METHOD, list_network_parts
 
 STUDIES = Path(__file__).resolve().parents[1] / "studies"
 RESULTS_FILE, PAGE_FILE = STUDIES / "data" / "method-costs.json", STUDIES / "pages" / "method-costs.md"
@@ -89,7 +89,7 @@ def measure(rounds: int, titles: Sequence[str]) -> dict[str, list[dict[str, Any]
         common = fl.Setting.create("fedavg", model=model, local={"lr": 0.05, "batch_size": 20, "epochs": 1})
         runs, refused = [], {}
         for name in REGISTRY:
-            parts = parts_of_networks().get(name)
+            parts = list_network_parts().get(name)
             try:
                 own = {**model, **parts} if parts else model
                 setting = fl.Setting.create(name, model=own, local={"lr": 0.05, "batch_size": 20, "epochs": 1})
@@ -169,7 +169,12 @@ def cells_of(row: dict[str, Any] | None) -> list[str]:
     """Return the cells of the table for one method and one model."""
     if row is None or row.get("reason"):
         return [UNKNOWN_DASH] * 4
-    return [fixed(row["ratio"], 2), fixed(row["server"], 2), fixed(row["forward"], 1), row["oracle"]]
+    return [
+        format_fixed(row["ratio"], 2),
+        format_fixed(row["server"], 2),
+        format_fixed(row["forward"], 1),
+        row["oracle"],
+    ]
 
 
 def main() -> None:

@@ -210,7 +210,7 @@ def main() -> int:
         return 0
     from workloads import WORKLOADS
 
-    from fedloom.lab.experiment.measure.bench import costs_of
+    from fedloom.lab.experiment.measure.bench import measure_costs
     from fedloom.processes.costs import MachineLink
     from fedloom.processes.machine_load import MAX_FOREIGN_CORES, watch_others
 
@@ -220,7 +220,9 @@ def main() -> int:
         connection = MachineLink(given.rate * 1e6 / 8, given.trip / 1000)
         for method in given.method or METHODS:
             with watch_others() as before:
-                costs = costs_of(make_setting(method, given.workload, 1), WORKLOADS[given.workload].federation(), 10)
+                costs = measure_costs(
+                    make_setting(method, given.workload, 1), WORKLOADS[given.workload].federation(), 10
+                )
             for place in PLACEMENTS:
                 with (
                     watch_others() as others,

@@ -163,7 +163,7 @@ def measure_protocol(n: int, d: int, lost: int) -> str:
     start = time.process_time()
     secrets = [secure.new_secrets() for _ in range(n)]
     adverts = [secure.make_advert(name, c, secrets[c], signing[c]) for c in range(n)]
-    session = secure.session_of(name, threshold, adverts)
+    session = secure.build_session(name, threshold, adverts)
     for _ in range(n):
         secure.check_adverts(name, adverts, public)
     sent = [shares.make_shares(session, c, secrets[c], signing[c]) for c in range(n)]
@@ -210,7 +210,9 @@ def measure_protections(n: int, d: int) -> dict[str, float]:
 
     name, threshold, key = bytes(32), secure.safe_threshold(n), Ed25519PrivateKey.generate()
     secrets = [secure.new_secrets() for _ in range(n)]
-    session = secure.session_of(name, threshold, [secure.make_advert(name, c, x, key) for c, x in enumerate(secrets)])
+    session = secure.build_session(
+        name, threshold, [secure.make_advert(name, c, x, key) for c, x in enumerate(secrets)]
+    )
     text, public, rounds = bytes(shares.SEALED_SHARE_BYTES), key.public_key(), count(1)
     signature, bases, download, total = key.sign(text), {f"{c}": 0 for c in range(n)}, bytes(4 * d), bytes(8 * d)
     sign, check = timed(lambda: key.sign(text)), timed(lambda: public.verify(signature, text))

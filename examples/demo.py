@@ -17,7 +17,7 @@ from typing import Any
 
 import fedloom as fl
 from fedloom.errors import FedloomError
-from fedloom.formats import fixed, interval, pair
+from fedloom.formats import format_fixed, format_interval, format_pair
 from fedloom.lab.report.charts import kit, look
 
 PARTS: dict[str, Any] = {
@@ -74,7 +74,7 @@ def rows_of(what: str, comparison: Any) -> list[dict[str, Any]]:
 
 def format_gap(difference: float, half: float) -> str:
     """Format a difference in percentage points with its interval."""
-    return pair(*interval(difference, half, (1, 1), signed=True))
+    return format_pair(*format_interval(difference, half, (1, 1), signed=True))
 
 
 def verdict_sentence(rows: list[dict[str, Any]]) -> str:
@@ -82,7 +82,7 @@ def verdict_sentence(rows: list[dict[str, Any]]) -> str:
     best, *others = rows
     beside = [row["method"] for row in others if row["stands"] != "worse"]
     worse = [row for row in others if row["stands"] == "worse"]
-    said = f"{best['method']} {fixed(best['value'], 1)} %"
+    said = f"{best['method']} {format_fixed(best['value'], 1)} %"
     said += f", inconclusive against {', '.join(beside)}" if beside else ", better than all others"
     if worse:
         said += ", worse: " + ", ".join(f"{row['method']} ({row['behind']})" for row in worse)
@@ -131,7 +131,10 @@ def make_chart(rows: list[dict[str, Any]], end: str = "") -> dict[str, Any]:
         order = [row["method"] for row in rows if row["federation"] == what]
         y = kit.nominal_channel("method", order, axis={"labelOverlap": False})
         behind = {"x": {**x, "field": "high"}, "y": y, "text": {"field": "behind"}}
-        layers = [*kit.intervals({"y": y}, x, tint=tint, size=80), kit.mark("text", behind, align="left", dx=8)]
+        layers = [
+            *kit.interval_layers({"y": y}, x, tint=tint, size=80),
+            kit.mark_layer("text", behind, align="left", dx=8),
+        ]
         shown = {"transform": [{"filter": {"field": "federation", "equal": what}}], "title": what}
         panels.append({**kit.layer_chart(*layers), **shown, "width": PANEL_WIDTHS[end], "height": 110})
     return {"vconcat" if end else "hconcat": panels, "datasets": {"rows": rows}}

@@ -44,11 +44,11 @@ from fedloom_sites.deploy.analyses import (
     AgreedAnalysis,
     agreed_analyses,
     check_analyses,
-    schema_of_samples,
+    make_sample_schema,
 )
 from fedloom_sites.deploy.audit import Audit
-from fedloom_sites.deploy.ops.status import status_of
-from fedloom_sites.deploy.protocol.envelope import Envelope, common_head, digest_of
+from fedloom_sites.deploy.ops.status import read_status
+from fedloom_sites.deploy.protocol.envelope import Envelope, common_head, digest_arrays
 from fedloom_sites.deploy.protocol.public import PublicReason
 from fedloom_sites.deploy.row_sets import isolates_subjects, judge_row_sets
 from fedloom_sites.deploy.secure.counters import ANSWERED_COUNTS, SILENT_COUNTS
@@ -484,7 +484,7 @@ def test_agreements_and_snapshots_that_differ_a_little_show_no_subject(tmp_path:
     renamed = Client(client.site.with_(data_name="other"))  # whose memory would be empty
     for kind in ("train", "analysis"):
         head = {
-            **common_head(client.site.fingerprint, kind, 1, 0, b"", digest_of([])), "accepted": 0, "weight": 1.0,
+            **common_head(client.site.fingerprint, kind, 1, 0, b"", digest_arrays([])), "accepted": 0, "weight": 1.0,
             "scored": -1, "global": False,
         }  # fmt: skip
         with pytest.raises(Refused, match="data_name") if kind == "analysis" else nullcontext():
@@ -589,7 +589,7 @@ def test_a_range_that_isolates_a_row_is_no_answer(tmp_path: Path) -> None:
     experiment = client.trainer.experiment
     source = experiment.source.with_(agreement=agreement.with_(column=columns))
     one = client.answers._analyses.agreed["glm"]
-    schema = schema_of_samples(replace(experiment, source=source), client.site.samples)
+    schema = make_sample_schema(replace(experiment, source=source), client.site.samples)
     client.answers._analyses.__dict__["agreed"] = {"glm": replace(one, schema=schema)}
     answer = asked(client, MEANS, figures=("ffff",) * SITES)
     assert answer.counters == SILENT_COUNTS
@@ -642,15 +642,15 @@ def test_steps_of_a_former_version_are_named(tmp_path: Path) -> None:
     here = deployed(tmp_path, "survival", {"kind": "cox", "stratify": True}, masked=False)
     here.server.checkpoints.mkdir(parents=True)
     (here.server.checkpoints / "cox-0.json").write_text("{}")
-    [state] = status_of(here.server)["analyses"]
+    [state] = read_status(here.server)["analyses"]
     assert (state["state"], state["sums"]) == ("begun", 1)
     assert here.serve() is Stop.DONE
     assert "recorded by an earlier version" in here.audit("no result")[0]["reason"]
     Audit(here.server.audit).write("cox", rows=400, events=3, lost={})
-    [state] = status_of(here.server)["analyses"]
+    [state] = read_status(here.server)["analyses"]
     assert (state["state"], state["rows"]) == ("done", 400)
     Audit(here.server.audit).write("no Cox regression", reason="why")
-    [state] = status_of(here.server)["analyses"]
+    [state] = read_status(here.server)["analyses"]
     assert (state["state"], state["reason"]) == ("none", "why")
 
 

@@ -27,12 +27,12 @@ from fedloom_clinic.fits.cox_vectors import CoxAgreement, SiteVectors, bin_site,
 from fedloom_clinic.fits.secure_cox import fit_secure_cox
 from fedloom_sites.deploy.analyses import check_analyses
 from fedloom_sites.deploy.audit import SENT_FILE
-from fedloom_sites.deploy.ops.status import status_lines, status_of
+from fedloom_sites.deploy.ops.status import read_status, status_lines
 from fedloom_sites.deploy.protocol.public import PublicReason
 from fedloom_sites.deploy.rehearsal.rogue import RogueSession
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.counters import ANSWERED_COUNTS, SILENT_COUNTS, counters_bytes
-from fedloom_sites.deploy.secure.opened import STEPS_FILE_END, OpenedSums, read_checked, write_checked
+from fedloom_sites.deploy.secure.opened import STEPS_FILE_SUFFIX, OpenedSums, read_checked, write_checked
 from fedloom_sites.deploy.secure.protocol import ProtocolBroken
 from fedloom_sites.deploy.secure.terms import AnalysisStep, SessionTerms
 from fedloom_sites.deploy.settings import SecureSettings, Site
@@ -48,7 +48,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Starting with pandas"),
     pytest.mark.filterwarnings("ignore:__array_wrap__"),
 ]
-SITES, MAX_SUMS, STEPS_FILE = 5, 24, f"cox{STEPS_FILE_END}"
+SITES, MAX_SUMS, STEPS_FILE = 5, 24, f"cox{STEPS_FILE_SUFFIX}"
 NAMES = ["fin", "age", "prio"]
 RANGES = {"fin": (0.0, 1.0), "age": (15.0, 60.0), "prio": (0.0, 20.0)}
 
@@ -122,7 +122,7 @@ def terms_of(client: Client, step: int, beta: Sequence[float], figures: Sequence
         round=1, trains=False, sizes=((87, 0, 0),) * n, cohort=(*range(n),), accepted=(0,) * n, figures=figures,
     )  # fmt: skip
     agreed = client.answers._analyses.agreed.get("cox")
-    ends = () if agreed is None else agreed.analysis._merged(agreed.terms(empty)).ends
+    ends = () if agreed is None else agreed.analysis._merge_bins(agreed.terms(empty)).ends
     return empty.with_(question=AnalysisStep.create("cox", step, message_of(beta, ends)))
 
 
@@ -137,7 +137,7 @@ def ask(client: Client, step: int, beta: Sequence[float]) -> SiteAnswer:
 
 def status(here: Scene) -> tuple[dict[str, Any], str]:
     """The regression in the status of the deployment, and its line."""
-    found = status_of(here.server)
+    found = read_status(here.server)
     [cox] = found["analyses"]
     return cox, next(line for line in status_lines(found) if line.startswith("analysis cox: "))
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedloom as fl
-from fedloom.analyses import AnalysisTerms, Bounds, Question, analysis_of
-from fedloom.analyses.run import answer_question, clients_of, run_questions, sum_answers
+from fedloom.analyses import AnalysisTerms, Bounds, Question, resolve_analysis
+from fedloom.analyses.run import answer_question, prepare_clients, run_questions, sum_answers
 from fedloom_sites.deploy.analyses import AnswerForm, SumTooLarge
 from fedloom_sites.deploy.secure.protocol import ProtocolBroken
 
@@ -83,8 +83,8 @@ ANALYSES: list[tuple[str, str, dict[str, Any], list[str]]] = [
 def test_a_masked_result_is_within_the_bound_that_it_states(
     name: str, task: str, options: dict[str, Any], figures: list[str], seed: int, scale: float
 ) -> None:
-    analysis = analysis_of(name, options)
-    schema, rows, _ = clients_of(clients(seed, task, scale), analysis)
+    analysis = resolve_analysis(name, options)
+    schema, rows, _ = prepare_clients(clients(seed, task, scale), analysis)
     members = [*rows.values()]
     terms = AnalysisTerms(schema, torch.tensor([len(one) for one in members]))
     terms = AnalysisTerms(schema, terms.sizes, terms.rules, tuple(analysis.publish(one, terms) for one in members))

@@ -25,14 +25,14 @@ from statsmodels.stats.proportion import proportion_confint
 
 import fedloom as fl
 from fedloom.analyses.importance import check_importance, importance
-from fedloom.data.groups import groups_of
+from fedloom.data.groups import make_group_masks
 from fedloom.errors import ConfigError, Refused
 from fedloom.lab.report.charts.calibrated import calibration_curve, operating_point, wilson_interval
 from fedloom.lab.report.comparison.bootstrap import standard_error, weighted_metric
 from fedloom.lab.report.comparison.by_patient import delong_auroc
 from fedloom.lab.report.patients import StoredPredictions
 from fedloom.tasks.survival import SurvivalRows, concordance
-from fedloom_clinic.left_out import remove_client, scores_of_new
+from fedloom_clinic.left_out import remove_client, score_new_client
 from fedloom_clinic.references import check_references, references
 from fedloom_clinic.sections.left_out import LEFT_OUT_TEXT
 from tests.commands import call
@@ -157,9 +157,9 @@ def test_a_left_out_site_is_scored_as_if_it_had_never_been_there() -> None:
     fed = cut(whole, seed=0)
     choices = {"rounds": 2, "local": fl.LocalSGD(lr=0.1, batch_size=64), "evaluate": {"parts": ("train",)}}
     left, never = (fl.simulate("fedavg", one, **choices) for one in (remove_client(fed, 2), cut(others, seed=0)))
-    scores = scores_of_new(left, fed, 2).to_pylist()
+    scores = score_new_client(left, fed, 2).to_pylist()
     celle = fl.Dataset.create(table[table.hospital == "Celle"], "died", **options)
-    models = (never.models.ready("global"), never.models.ready("global").rescaled(celle))
+    models = (never.models.ready("global"), never.models.ready("global").rescale(celle))
     for scaling, model in zip(("as the clients' on average", "on these rows"), models, strict=True):
         found = {line["metric"]: line["value"] for line in scores if line["scaling"] == scaling}
         assert found.pop("samples") == 400
@@ -267,7 +267,7 @@ def test_groups_take_columns_and_bounds() -> None:
     )
     data = fl.Dataset.create(table, "y", group_columns=["age", "sex"], drop=["age", "sex"])
     assert data.shape == (1,)
-    groups = {name: inside.tolist() for name, inside in groups_of(data, ["sex", "age >= 75"]).items()}
+    groups = {name: inside.tolist() for name, inside in make_group_masks(data, ["sex", "age >= 75"]).items()}
     assert groups == {
         "sex=f": [True, False, False, False], "sex=m": [False, True, True, False],
         "age>=75": [False, True, False, True], "age<75": [True, False, False, False],
@@ -276,7 +276,7 @@ def test_groups_take_columns_and_bounds() -> None:
         wide = fl.Dataset.create(table, "y", group_columns=["age", "sex"], drop=["age", "sex"])
         wide.columns["wide"], wide.levels["wide"] = torch.zeros(4, dtype=torch.long), tuple(map(str, range(30)))  # type: ignore[index]
         with pytest.raises(ConfigError, match=sentence):
-            groups_of(wide, [choice])
+            make_group_masks(wide, [choice])
 
 
 def test_permuting_a_column_tells_what_the_model_uses() -> None:

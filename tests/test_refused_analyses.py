@@ -16,7 +16,7 @@ import tomli_w
 from typer.testing import CliRunner
 
 import fedloom as fl
-from fedloom.analyses.run import analysis_of
+from fedloom.analyses.run import resolve_analysis
 from fedloom.data.survey.agreement import Agreement
 from fedloom.errors import ConfigError, FedloomError
 from fedloom.lab.cli import app
@@ -134,7 +134,7 @@ def enter(row: Row, entrance: Entrance, folder: Path) -> object:
     """Give the analysis to an entrance."""
     file = folder / "mine.toml"
     if entrance == "Flower":
-        return agreed_analysis(analysis_of(entry(row), {}), Agreement(**agreement(row)), SITES)
+        return agreed_analysis(resolve_analysis(entry(row), {}), Agreement(**agreement(row)), SITES)
     if entrance == "fl.analyze":
         return fl.analyze(row.kind, fl.Dataset.create(frame(row.task), client_column="site", **TARGETS[row.task]),
                           **row.options)  # fmt: skip

@@ -19,7 +19,7 @@ from statsmodels.duration.hazard_regression import PHReg
 import fedloom as fl
 from fedloom.data.sources.tabular import Csv
 from fedloom.errors import ConfigError, DataError, Refused
-from fedloom.tasks import Count, Objective, Survival, task_of
+from fedloom.tasks import Count, Objective, Survival, make_task
 from fedloom.tasks.survival import SurvivalRows, brier, concordance, fit_baseline, observed_expected, partial_loss
 from fedloom_clinic.fits.cox import SurvivalSite, fit_cox
 from fedloom_clinic.fits.cox_vectors import bin_site, simulated_agreement
@@ -309,7 +309,7 @@ def test_times_and_horizons_are_checked() -> None:
     with pytest.raises(ValueError, match="a model predicts a single column, got week, arrest"):
         Csv(path="rossi.csv", target=["week", "arrest"])
     with pytest.raises(ConfigError, match="task.horizon works only for survival tasks"):
-        task_of(fl.load("digits"), Objective(horizon=3.0))
+        make_task(fl.load("digits"), Objective(horizon=3.0))
     with pytest.raises(DataError, match="every count must be a single nonnegative integer"):
         fl.Dataset.create(np.zeros((3, 2)), np.array([0.5, 1, 2]), task="count")
 

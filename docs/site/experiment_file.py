@@ -17,11 +17,11 @@ from fedloom.data.sources import SOURCES
 from fedloom.engine.early_stop import EarlyStop
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.lab.experiment.cards import list_parts
-from fedloom.lab.experiment.schema import Top
+from fedloom.lab.experiment.schema import TopLevelKeys
 from fedloom.lab.experiment.tuning import Range, Tune
 from fedloom.local import LocalSGD
 from fedloom.models import MODEL_CLASSES, PAPER_NETWORKS, Augment
-from fedloom.options import limits_of
+from fedloom.options import get_limits
 from fedloom.rows.aggregators import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
 from fedloom.rows.channels import CHANNELS
@@ -289,7 +289,7 @@ def overview() -> str:
         "## Keys at the top of the file",
         "",
     ]
-    return "\n".join([*lines, *_table(_options(Top)), "", "## [[method]]", "", METHOD])
+    return "\n".join([*lines, *_table(_options(TopLevelKeys)), "", "## [[method]]", "", METHOD])
 
 
 def text_of(page: Page) -> str:
@@ -366,7 +366,7 @@ def _options(value: Any) -> list[Option]:
     for key, field in fields_of(value).items():
         if key == "kind":
             continue
-        limits = [limit.replace(">=", "≥").replace("<=", "≤") for limit in limits_of(field)]
+        limits = [limit.replace(">=", "≥").replace("<=", "≤") for limit in get_limits(field)]
         if not limits:
             limits = [f'`"{value}"`' for value in _allowed_texts(field.annotation)]
         if field.is_required():

@@ -18,7 +18,7 @@ from fedloom.lab.experiment.cards import card_text, list_families
 from fedloom.values import fields_of
 from fedloom_studies.map.judge import SetupVerdict, judge_setup
 from fedloom_studies.map.page import standing_table
-from fedloom_studies.map.records import NOT_RUN, read_records
+from fedloom_studies.map.records import NOT_RUN_STATUS, read_records
 from fedloom_studies.map.setups import read_setups
 from fedloom_studies.store import CHECKOUT_FOLDER
 
@@ -188,7 +188,7 @@ def _judged_setups() -> tuple[SetupVerdict, ...]:
 def _on_the_map(name: str) -> Iterator[str]:
     """Where a method stands in every setup of the map that was run."""
     judged = {j.setup.name: j for j in _judged_setups()}
-    rows = [row for row in standing_table(judged.values(), [name]) if row["state"] != NOT_RUN]
+    rows = [row for row in standing_table(judged.values(), [name]) if row["state"] != NOT_RUN_STATUS]
     yield from ("## Benchmark results", "")
     if not rows:
         yield from ("Not run.", "")

@@ -11,7 +11,7 @@ from sklearn.datasets import load_breast_cancer
 from sklearn.metrics import accuracy_score, brier_score_loss
 
 import fedloom as fl
-from fedloom.analyses import analysis_of
+from fedloom.analyses import resolve_analysis
 from fedloom.engine.result import Result
 from fedloom.errors import Refused
 
@@ -80,7 +80,7 @@ def test_importance_is_the_loss_on_permuted_columns(trained: Result) -> None:
 def test_they_obey_the_laws_and_refuse_what_is_no_sum(trained: Result) -> None:
     """Outputs of a batch are float32, so the union differs in its last digits."""
     for name in ("calibration", "pooled-importance"):
-        fl.testing.check_analysis(analysis_of(name, {}), trained, without=["union"])
+        fl.testing.check_analysis(resolve_analysis(name, {}), trained, without=["union"])
         with pytest.raises(Refused, match="no personal model"):
             fl.analyze(name, trained, model_kind="personal")
     alone = fl.simulate("local", trained.job.eval_fed, rounds=1)  # it has personal models only

@@ -19,11 +19,11 @@ from sklearn.metrics import log_loss, mean_poisson_deviance, roc_auc_score, root
 from typer.testing import CliRunner
 
 import fedloom as fl
-from fedloom.analyses import schema_of
+from fedloom.analyses import make_schema
 from fedloom.data import DATA_PARTS
 from fedloom.errors import ConfigError
 from fedloom.lab.cli import app
-from fedloom.values import dump
+from fedloom.values import dump_value
 from fedloom_clinic.glm import Glm
 from fedloom_clinic.ridge import RidgeRegression
 
@@ -184,10 +184,10 @@ def test_a_row_that_would_mislead_is_refused(tmp_path: Path, more: str, words: s
 def test_a_model_of_no_comparison_is_refused() -> None:
     with pytest.raises(ConfigError, match="no model is shared by all clients"):
         fl.analyze("glm", data_of("linear"), by_client=True, compare=True)
-    schema = schema_of(data_of("linear"))
+    schema = make_schema(data_of("linear"))
     with pytest.raises(ConfigError, match="a deployment does not compare methods"):
         RidgeRegression(compare=True).check_sites(schema, masked=True)
-    assert "compare" not in dump(Glm()), "sites agree on the same terms as before"
+    assert "compare" not in dump_value(Glm()), "sites agree on the same terms as before"
 
 
 def test_a_fit_without_a_result_is_a_row_that_failed() -> None:

@@ -17,7 +17,7 @@ from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
 from fedloom.errors import ConfigError, DataError, Refused
 from fedloom.trained.predictions import Predictions
-from fedloom_clinic.conformal import ALL_CLASSES_THRESHOLD, Conformal, check_reached, flag_ranges, ranges_of_bins
+from fedloom_clinic.conformal import ALL_CLASSES_THRESHOLD, Conformal, check_reached, flag_ranges, make_bin_ranges
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def split_rows(result: Result, client: int, analysis: Conformal) -> tuple[np.nda
     rows = client_rows(result.job.eval_fed, client)
     rows = rows.select(rows.part == DATA_PARTS.index("test"))
     output = result.job.oracle.run(result.models.rows("global"), rows.inputs).double().numpy()
-    return output, rows.y[:, 0].numpy(), (analysis._draws(rows) < analysis.calibration_fraction).numpy()
+    return output, rows.y[:, 0].numpy(), (analysis._draw_numbers(rows) < analysis.calibration_fraction).numpy()
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.1, 0.4])
@@ -101,7 +101,7 @@ def test_sets_have_the_classes_that_the_coverage_counts(trained: Result) -> None
     for client in range(5):
         score, label = scores(trained, client)
         facts = trained.models.recipe.facts
-        predictions = Predictions(facts, 1 - score, ["global"] * len(score)).decided(None, table.threshold[0])
+        predictions = Predictions(facts, 1 - score, ["global"] * len(score)).apply_threshold(None, table.threshold[0])
         sets = np.array([[c in row for c in facts.classes] for row in predictions.sets])
         assert predictions.table()["set"].to_pylist() == [" | ".join(row) for row in predictions.sets]
         sizes, rows = sizes + sets.sum(), rows + len(sets)
@@ -130,7 +130,7 @@ def test_bins_that_too_few_clients_reach_are_merged(trained: Result, least: int)
     assert counts.sum() == fine["rows"][0].as_py()
     assert len(counts) < 64
     exact, merged = fine["threshold"][0].as_py(), found.table["threshold"][0].as_py()
-    ends = Conformal(bins=64)._ends(found.log[0].total.view(1, -1), fl.analyses.AnalysisTerms(
+    ends = Conformal(bins=64)._find_edges(found.log[0].total.view(1, -1), fl.analyses.AnalysisTerms(
         None, torch.zeros(5), fl.analyses.Rules(**rules)))[0]  # fmt: skip
     assert merged == min(end for end in ends if end / 64 >= exact) / 64
     with pytest.raises(Refused, match="clients have 500 subjects that calibrate, but 3 clients are needed"):
@@ -167,7 +167,7 @@ def test_intervals_of_numbers_have_the_exact_quantiles_but_for_a_bin(numbers: Re
     shared = fl.analyze("conformal", numbers).table.to_pandas()
     assert shared.interval_width[0] == 2 * shared.threshold[0]
     predictions = Predictions(numbers.models.recipe.facts, np.array([[1.0], [2.0]]), ["global"] * 2)
-    written = predictions.decided(None, 0.5).table()
+    written = predictions.apply_threshold(None, 0.5).table()
     assert written["prediction from"].to_pylist() == [0.5, 1.5]
     assert written["prediction to"].to_pylist() == [1.5, 2.5]
 
@@ -221,7 +221,7 @@ def test_it_obeys_the_laws(trained: Result, numbers: Result) -> None:
 def test_what_it_cannot_be_of_is_a_sentence(trained: Result) -> None:
     wrong = Predictions(trained.models.recipe.facts, np.zeros((1, 10)), ["global"])
     with pytest.raises(ConfigError, match="threshold of the sets must be greater than 0, got 0"):
-        wrong.decided(None, 0.0)
+        wrong.apply_threshold(None, 0.0)
     with pytest.raises(ConfigError, match="needs trained models, but no run was given"):
         fl.analyze("conformal", fl.load("digits"))
     with pytest.raises(Refused, match="omit max_error|Omit max_error"):
@@ -240,7 +240,7 @@ def test_what_it_cannot_be_of_is_a_sentence(trained: Result) -> None:
 
 def test_numbers_of_clients_that_no_flags_give_are_rejected() -> None:
     """A client that reaches a bin reaches all ranges around the bin."""
-    ranges = ranges_of_bins(10)
+    ranges = make_bin_ranges(10)
     bins = torch.tensor([0, 0, 3, 9, 9])
     flags = flag_ranges(bins, torch.arange(5), ranges, 2)
     check_reached(3 * flags, ranges, 3)

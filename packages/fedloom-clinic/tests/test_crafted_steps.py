@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fedloom as fl
 from fedloom.analyses import AnalysisTerms, Question, Rules, answer_question
-from fedloom.analyses.run import clients_of
+from fedloom.analyses.run import prepare_clients
 from fedloom_clinic.glm import Glm
 
 SITES, ROWS, AGE = 5, 3000, 65
@@ -31,7 +31,7 @@ class Study:
         self.table.loc[7, "age"] = AGE
         self.glm = Glm(rules=RULES)
         data = fl.Dataset.create(self.table, target="ill", client_column="site")
-        schema, self.rows, _ = clients_of(data, self.glm)
+        schema, self.rows, _ = prepare_clients(data, self.glm)
         terms = AnalysisTerms(schema, torch.tensor([*map(len, self.rows.values())]), RULES)
         published = tuple(self.glm.publish(client, terms) for client in self.rows.values())
         self.terms = replace(terms, published=published)

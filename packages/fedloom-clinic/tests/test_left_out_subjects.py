@@ -11,7 +11,7 @@ import pytest
 
 import fedloom as fl
 from fedloom.errors import ConfigError
-from fedloom_clinic.left_out import LeftOut, remove_client, scores_of_new
+from fedloom_clinic.left_out import LeftOut, remove_client, score_new_client
 
 
 def test_nobody_who_was_trained_on_is_scored_as_a_new_patient() -> None:
@@ -25,7 +25,7 @@ def test_nobody_who_was_trained_on_is_scored_as_a_new_patient() -> None:
     })  # fmt: skip
     fed = fl.partitions.natural()(fl.Dataset.create(frame, "died", client_column="hospital", subject="patient_id"), 0)
     result = fl.simulate("fedavg", remove_client(fed, 0), rounds=1)
-    scored = scores_of_new(result, fed, 0).to_pylist()
+    scored = score_new_client(result, fed, 0).to_pylist()
     (rows,) = {row["value"] for row in scored if row["metric"] == "samples"}
     elsewhere = {*frame["patient_id"][frame["hospital"] != "a"]}
     alone = (~frame["patient_id"].isin(elsewhere) & (frame["hospital"] == "a")).sum()

@@ -15,8 +15,8 @@ from statsmodels.api import GLM
 from statsmodels.api import families as glm_families
 
 import fedloom as fl
-from fedloom.analyses import AnalysisTerms, analysis_of
-from fedloom.analyses.run import clients_of
+from fedloom.analyses import AnalysisTerms, resolve_analysis
+from fedloom.analyses.run import prepare_clients
 from fedloom.errors import ConfigError, DataError, Refused
 from fedloom_clinic.columns import design_of
 from fedloom_clinic.fits.cox import TIES_METHODS, SurvivalSite, fit_cox
@@ -25,7 +25,7 @@ from fedloom_clinic.fits.glm import GLM_FAMILIES, GlmSite, fit_glm
 from fedloom_clinic.fits.penalty import CV_FOLDS, RIDGE_STRENGTHS, fold_masks
 from fedloom_clinic.fits.secure_cox import fit_secure_cox
 from fedloom_clinic.glm import Glm
-from fedloom_clinic.penalties import folds_of
+from fedloom_clinic.penalties import assign_folds
 
 
 def patients(rows: int, seed: int) -> SurvivalSite:
@@ -267,10 +267,10 @@ def test_a_strength_by_the_sums_of_folds_has_the_largest_held_out_likelihood() -
     """Of scikit-learn's fits without each fold, with folds as clients divide their subjects."""
     analysis = Glm(penalty="ridge", strength="cv")
     result = fl.analyze(analysis, tables()["glm"])
-    schema, rows, _ = clients_of(tables()["glm"], analysis)
+    schema, rows, _ = prepare_clients(tables()["glm"], analysis)
     terms = AnalysisTerms(schema, torch.tensor([len(one) for one in rows.values()]))
     designs = [(design_of(one, terms), one) for one in rows.values()]
-    fold = np.concatenate([folds_of(design, one, design.y[:, 0] > 0) for design, one in designs])
+    fold = np.concatenate([assign_folds(design, one, design.y[:, 0] > 0) for design, one in designs])
     x, y = (np.concatenate([np.asarray(getattr(design, k)) for design, _ in designs]) for k in "xy")
     scaled, y = (x - x.mean(0)) / x.std(0), y[:, 0]
     for k in range(CV_FOLDS):
@@ -294,7 +294,7 @@ def test_penalties_obey_the_laws_and_what_is_none_is_a_sentence(kind: str) -> No
     """Strata of a union are one, so its likelihood is no sum of theirs."""
     data, more = tables()[kind], {"stratify": True} if kind == "cox" else {}
     without = ["union"] if kind == "cox" else []
-    fl.testing.check_analysis(analysis_of(kind, {"penalty": "firth", **more}), data, without=without)
+    fl.testing.check_analysis(resolve_analysis(kind, {"penalty": "firth", **more}), data, without=without)
     ridge = {"penalty": "ridge", "strength": "cv"}
     with pytest.raises(Refused, match="Set strength to a number, or agree on a smaller minimum count"):
         fl.analyze(kind, data, rules={"min_subjects": 9, "min_clients": 2}, **ridge, **more)

@@ -11,7 +11,7 @@ import pytest
 
 import fedloom as fl
 from fedloom.errors import RunDirError
-from fedloom.formats import significant
+from fedloom.formats import format_significant
 from fedloom.lab import report
 from fedloom.lab.report.reading import read_runs
 from fedloom.lab.sections import plain_section
@@ -77,7 +77,7 @@ def test_analyses_of_models_and_regressions_have_sections_with_means_over_seeds(
     recorded = pq.read_table(trained[0] / "conformal.parquet").to_pandas()
     means = recorded.groupby("method", sort=False).coverage.mean()
     assert section.body.count("<tr") == 3
-    assert all(f">{significant(value)}<" in section.body for value in means)
+    assert all(f">{format_significant(value)}<" in section.body for value in means)
     numbers = tables.conformal(read_runs([trained[1]]), [], "")
     assert "Width of the interval" in numbers.body
     assert "Classes in a set" not in numbers.body

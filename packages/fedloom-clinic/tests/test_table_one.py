@@ -16,7 +16,7 @@ from scipy import stats
 from typer.testing import CliRunner
 
 import fedloom as fl
-from fedloom.analyses import AnalysisTerms, Question, Rules, schema_of
+from fedloom.analyses import AnalysisTerms, Question, Rules, make_schema
 from fedloom.analyses.rows import dataset_rows
 from fedloom.errors import ConfigError, Refused
 from fedloom.lab.cli import app
@@ -223,7 +223,7 @@ def test_numbers_beyond_the_agreed_range_are_counted_from_the_minimum_on() -> No
     frame.loc[frame[frame.site == "a"].index[:3], "age"] = 400.0
     frame.loc[frame[frame.site == "b"].index[:7], "age"] = 400.0
     data = fl.Dataset.create(frame, "died", client_column="site")
-    schema = schema_of(data)
+    schema = make_schema(data)
     schema = replace(schema, columns=(schema.columns[0].with_(range=(20.0, 110.0)),))
     clients = [*dataset_rows(data).values()]
     terms = AnalysisTerms(schema, torch.tensor(SIZES), Rules(min_subjects=5, min_clients=2))

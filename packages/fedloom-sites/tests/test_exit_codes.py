@@ -62,11 +62,11 @@ def test_a_run_ends_with_the_code_of_its_status_in_every_command(
     ended: Any = SimpleNamespace(table=list, server=SimpleNamespace(results=tmp_path), sites={})
     shown = {"state": "", "reason": "", "analyses": []}
     with monkeypatch.context() as patch:
-        patch.setattr(status, "status_of", lambda _: shown)
+        patch.setattr(status, "read_status", lambda _: shown)
         patch.setattr(status, "status_lines", lambda _: [])
 
         def run_all(*_: Any) -> Any:
-            if stop.resumable:
+            if stop.is_resumable:
                 raise ProcessError(f"stops: {stop.value}", stop)
             return ended
 

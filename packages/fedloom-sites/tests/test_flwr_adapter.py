@@ -84,4 +84,4 @@ def test_attributes_of_flowers_objects_are_where_they_were() -> None:
 
     def mod(*_: object) -> None: ...
 
-    assert flwr_adapter.mods_of(ClientApp(mods=[mod])) == [mod]
+    assert flwr_adapter.get_mods(ClientApp(mods=[mod])) == [mod]

@@ -19,7 +19,7 @@ import fedloom as fl
 import fedloom_sites.flower as ff
 from fedloom.data.federation import Federation
 from fedloom.engine.setup import check
-from fedloom.errors import ConfigError, capitalize, entered, worded
+from fedloom.errors import ConfigError, adapt_wording, capitalize, rewrite_keys
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.tune import Tuning
 from fedloom.sklearn import FederatedClassifier, FederatedRegressor
@@ -180,18 +180,18 @@ def test_an_impossible_setting_has_one_rule_and_one_fix_at_every_entrance(
         assert re.sub(r"[\d.]+", "N", caught.value.fix) == re.sub(r"[\d.]+", "N", known.fix), str(caught.value)
     else:
         assert caught.value.fix == known.fix, str(caught.value)
-    with entered(TERMS[entrance]):
-        assert str(caught.value).endswith(capitalize(worded(caught.value.fix))), str(caught.value)
+    with adapt_wording(TERMS[entrance]):
+        assert str(caught.value).endswith(capitalize(rewrite_keys(caught.value.fix))), str(caught.value)
     assert not (tmp_path / "run").exists()
 
 
 def page() -> str:
     """docs/preflight.md."""
     lines = list[str]()
-    with entered("file"):
+    with adapt_wording("file"):
         for row in ROWS_OF_TABLE:
             error = refusal_of(row)
-            cure = f"{worded(error.fix)}.".replace("|", "\\|")
+            cure = f"{rewrite_keys(error.fix)}.".replace("|", "\\|")
             lines.append(f"| `{row.rule}` | {capitalize(row.name)} (`{row.method}`) | {cure[0].upper()}{cure[1:]} |")
     return HEAD + "\n".join(lines) + "\n"
 
@@ -324,5 +324,5 @@ def test_a_setting_for_simulation_has_one_rule_and_a_fix_at_real_clients(name: s
         with pytest.raises(ConfigError) as caught:
             ENTER[entrance](row, tmp_path)
         assert caught.value.rule == rule, (entrance, str(caught.value))
-        with entered(TERMS[entrance]):
-            assert str(caught.value).endswith(capitalize(worded(caught.value.fix))), str(caught.value)
+        with adapt_wording(TERMS[entrance]):
+            assert str(caught.value).endswith(capitalize(rewrite_keys(caught.value.fix))), str(caught.value)

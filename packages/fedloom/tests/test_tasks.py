@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from fedloom.errors import ConfigError
 from fedloom.metrics import metric
-from fedloom.tasks import Binary, Classification, Count, MultiLabel, Objective, Regression, Task, task_of
-from fedloom.tasks.sums import metrics_of, sums_of
-from fedloom.values import dump
+from fedloom.tasks import Binary, Classification, Count, MultiLabel, Objective, Regression, Task, make_task
+from fedloom.tasks.sums import compute_metrics, compute_sums
+from fedloom.values import dump_value
 
 TASKS: list[Task] = [Classification(classes=4), Binary(), Regression(outputs=3), MultiLabel(labels=("a", "b", "c"))]
 
@@ -118,10 +118,10 @@ def test_r2_of_a_constant_target_has_no_value_from_sums_either(value: float) -> 
     task, noise = Regression(outputs=1), torch.randn(40, 1, generator=torch.Generator().manual_seed(0))
     for n in range(2, 41):
         y = torch.full((n, 1), value)
-        assert "r2" not in metrics_of(task, sums_of(task, y + noise[:n], y))
+        assert "r2" not in compute_metrics(task, compute_sums(task, y + noise[:n], y))
     y = value * (1 + 1e-5 * torch.arange(40.0, dtype=torch.float64)[:, None])
     wanted = task.metrics(y * 0, y, torch.zeros(40, dtype=torch.long), 1)["r2"].item()
-    assert metrics_of(task, sums_of(task, y * 0, y))["r2"] == pytest.approx(wanted, rel=1e-4)
+    assert compute_metrics(task, compute_sums(task, y * 0, y))["r2"] == pytest.approx(wanted, rel=1e-4)
 
 
 @settings(max_examples=30, deadline=None)
@@ -176,11 +176,11 @@ def test_a_client_with_an_output_that_is_not_finite_has_no_metric(task: Task) ->
 
 def test_task_of_a_data_set() -> None:
     y = torch.zeros(5, 2)
-    assert task_of(SimpleNamespace(task="classification", classes=("a", "b", "c"), y=y)) == Classification(classes=3)
-    assert task_of(SimpleNamespace(task="binary", classes=("no", "yes"), y=y)) == Binary()
-    assert task_of(SimpleNamespace(task="regression", classes=(), y=y)) == Regression(outputs=2)
+    assert make_task(SimpleNamespace(task="classification", classes=("a", "b", "c"), y=y)) == Classification(classes=3)
+    assert make_task(SimpleNamespace(task="binary", classes=("no", "yes"), y=y)) == Binary()
+    assert make_task(SimpleNamespace(task="regression", classes=(), y=y)) == Regression(outputs=2)
     with pytest.raises(ConfigError, match="did you mean 'binary'"):
-        task_of(SimpleNamespace(task="binery", classes=(), y=y))
+        make_task(SimpleNamespace(task="binery", classes=(), y=y))
 
 
 FURTHER = ("balanced_accuracy", "recall", "precision", "macro_precision", "brier")
@@ -194,7 +194,9 @@ def chosen(base: Task, **objective: object) -> Task:
     kind = {
         Classification: "classification", Binary: "binary", Regression: "regression", MultiLabel: "multilabel",
     }[type(base)]  # fmt: skip
-    return task_of(SimpleNamespace(task=kind, classes=classes, y=torch.zeros(1, base.outputs)), Objective(**objective))
+    return make_task(
+        SimpleNamespace(task=kind, classes=classes, y=torch.zeros(1, base.outputs)), Objective(**objective)
+    )
 
 
 def top_gap(output: torch.Tensor, y: torch.Tensor) -> float:
@@ -307,14 +309,14 @@ def test_sums_of_parts_give_the_metrics_of_all(task: Task, seed: int) -> None:
     output, y = problem(task, 60, seed)
     y = y[:, None] if isinstance(task, Count) else y
     owner = torch.randint(4, (60,), generator=torch.Generator().manual_seed(seed))
-    total = torch.stack([sums_of(measured, output[owner == k], y[owner == k]) for k in range(5)]).sum(0)
+    total = torch.stack([compute_sums(measured, output[owner == k], y[owner == k]) for k in range(5)]).sum(0)
     assert float(total[0]) == 60
-    figures = metrics_of(measured, total)
+    figures = compute_metrics(measured, total)
     wanted = measured.metrics(output, y, torch.zeros(60, dtype=torch.long), 1)
     assert set(wanted) - set(figures) <= RANKED
     for name, figure in figures.items():
         assert figure == pytest.approx(float(wanted[name]), abs=1e-12), name
-    assert metrics_of(measured, torch.zeros_like(total)) == {}
+    assert compute_metrics(measured, torch.zeros_like(total)) == {}
 
 
 def test_an_own_metric_has_its_name_and_direction() -> None:
@@ -360,13 +362,13 @@ def test_an_objective_is_written_with_names() -> None:
         return output.mean()
 
     path = "torch.nn.functional:cross_entropy"
-    written = dump(Objective(loss=torch.nn.functional.cross_entropy, metrics=("brier",), class_weights={"a": 2}))
+    written = dump_value(Objective(loss=torch.nn.functional.cross_entropy, metrics=("brier",), class_weights={"a": 2}))
     assert written == {"loss": path, "metrics": ["brier"], "class_weights": {"a": 2.0}, "calibrate": False}
-    assert dump(Objective(**written)) == written
-    held = dump(Objective(loss=here))["loss"]
+    assert dump_value(Objective(**written)) == written
+    held = dump_value(Objective(loss=here))["loss"]
     assert held.startswith("here ")
-    assert dump(Objective(loss=here))["loss"] == held
-    assert dump(Objective(loss=torch.nn.CrossEntropyLoss(label_smoothing=0.1))) != dump(
+    assert dump_value(Objective(loss=here))["loss"] == held
+    assert dump_value(Objective(loss=torch.nn.CrossEntropyLoss(label_smoothing=0.1))) != dump_value(
         Objective(loss=torch.nn.CrossEntropyLoss())
     )
 
@@ -375,7 +377,7 @@ def test_macro_f1_of_two_classes_is_that_of_scikit_learn_and_a_function_of_its_n
     g = torch.Generator().manual_seed(3)
     z, y = torch.randn(40, 1, generator=g, dtype=torch.float64), torch.randint(0, 2, (40,), generator=g)
     data = SimpleNamespace(task="binary", classes=("no", "yes"), y=y)
-    task = task_of(data, Objective(metrics=("macro_f1",)))
+    task = make_task(data, Objective(metrics=("macro_f1",)))
     value = task.metrics(z, y, torch.zeros(40, dtype=torch.long), 1)["macro_f1"]
     assert float(value) == pytest.approx(reference.f1_score(y, z[:, 0] > 0, average="macro"), abs=1e-12)
 

@@ -17,7 +17,7 @@ from pydantic import Field
 
 import fedloom
 from fedloom.errors import ConfigError, InvalidValue
-from fedloom.options import limits_of, options_of
+from fedloom.options import get_limits, get_options
 from fedloom.values import Value, fields_of, make
 
 NUMBERS = {int, float, type(None)}
@@ -61,12 +61,12 @@ def test_help_and_signature_show_every_option() -> None:
 
 def check_help(value: type[Value]) -> None:
     text, signature = inspect.getdoc(value) or "", inspect.signature(value)
-    assert list(signature.parameters) == list(options_of(value))
-    for name, field in options_of(value).items():
+    assert list(signature.parameters) == list(get_options(value))
+    for name, field in get_options(value).items():
         (line,) = re.findall(rf"^    {name}: (.*)$", text, re.MULTILINE)
         shown = str(signature.parameters[name])
         assert not re.search(r"Annotated|Validator|typing|FieldInfo| at 0x", line + shown), line
-        assert all(limit in line for limit in limits_of(field))
+        assert all(limit in line for limit in get_limits(field))
         assert field.description, f"{value.__name__}.{name} has no description"
         assert field.description.rstrip(".")[1:] in line
         default = field.get_default(call_default_factory=True)

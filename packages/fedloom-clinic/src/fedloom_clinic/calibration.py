@@ -20,11 +20,11 @@ from torch import Tensor
 
 from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question
 from fedloom.analyses.models import ModelKind
-from fedloom.analyses.tables import NUMBER_TYPE, table_of
+from fedloom.analyses.tables import NUMBER_TYPE, make_table
 from fedloom.data import DATA_PARTS
 from fedloom.errors import DataError, Refused
 from fedloom_clinic.cells import forbids_small_cells
-from fedloom_clinic.conformal import check_reached, ends_of_bins, flag_ranges, probabilities_of, ranges_of_bins
+from fedloom_clinic.conformal import check_reached, find_bin_edges, flag_ranges, make_bin_ranges, predict_probabilities
 
 
 class CalibrationState(NamedTuple):
@@ -70,13 +70,13 @@ class Calibration(Analysis):
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         if question.name == "reached":
             return Bounds.counts(len(self._ranges), 1.0)
-        bins, most = len(self._ends(question.values["reached"], terms)) - 1, float(terms.most_rows)
+        bins, most = len(self._find_edges(question.values["reached"], terms)) - 1, float(terms.most_rows)
         scores = Bounds.between(torch.zeros(bins + 1), torch.full((bins + 1,), 2 * most))
         return Bounds.join([Bounds.counts(2 * bins, most), scores])
 
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor:
         test, classes = self.used(client, terms), len(terms.schema.classes)
-        p, label = probabilities_of(test, classes, self.model_kind), test.y[:, 0].long()
+        p, label = predict_probabilities(test, classes, self.model_kind), test.y[:, 0].long()
         score, came = (p[:, 1], label == 1) if terms.schema.task == "binary" else (p.amax(1), p.argmax(1) == label)
         fine = (score * self.bins).long().clamp(max=self.bins - 1)
         if question.name == "reached":
@@ -85,7 +85,7 @@ class Calibration(Analysis):
                 for some in (came, ~came)  # both outcomes need enough subjects
             )
             return torch.stack([*flags]).amin(0)
-        ends = self._ends(question.values["reached"], terms)
+        ends = self._find_edges(question.values["reached"], terms)
         of = torch.bucketize(fine, torch.tensor(ends[1:-1]), right=True)
         rows, outcomes, scores = (
             torch.zeros(len(ends) - 1, dtype=torch.float64).index_add(0, of, values)
@@ -104,7 +104,7 @@ class Calibration(Analysis):
     def result(self, state: CalibrationState) -> pa.Table:
         assert state.total is not None
         assert state.reached is not None
-        ends = self._ends(state.reached, state.terms)
+        ends = self._find_edges(state.reached, state.terms)
         rows, outcomes, scores = state.total[:-1].view(3, -1)
         count = rows.sum()
         facts = (float((outcomes - scores).abs().sum() / count), float(state.total[-1] / count), float(count))
@@ -114,13 +114,15 @@ class Calibration(Analysis):
             if n
         ]
         names = ("low", "high", "rows", "predicted", "observed", "calibration_error", "brier", "test_rows")
-        return table_of(lines, **dict.fromkeys(names, NUMBER_TYPE))
+        return make_table(lines, **dict.fromkeys(names, NUMBER_TYPE))
 
     @cached_property
     def _ranges(self) -> list[tuple[int, int]]:
-        return ranges_of_bins(self.bins)
+        return make_bin_ranges(self.bins)
 
-    def _ends(self, reached: Tensor, terms: AnalysisTerms) -> list[int]:
+    def _find_edges(self, reached: Tensor, terms: AnalysisTerms) -> list[int]:
         if not forbids_small_cells(terms.rules):
             return [*range(self.bins + 1)]
-        return ends_of_bins(reached, self._ranges, terms.rules, what="with the outcome and without it in the test set")
+        return find_bin_edges(
+            reached, self._ranges, terms.rules, what="with the outcome and without it in the test set"
+        )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedloom.analyses import AnalysisTerms, ClientRows, Rules, Schema
 from fedloom.errors import Refused
-from fedloom.hints import unknown
+from fedloom.hints import unknown_name_error
 
 OTHER_LEVEL, MISSING_LEVEL = "other", "missing"
 BLANK_LEVELS = ("", MISSING_LEVEL)
@@ -80,7 +80,7 @@ def groups_of(schema: Schema, group: str | None, clients: Sequence[str]) -> tupl
     place = schema.place(group)
     coded = [column.name for column in schema.columns if column.levels]
     if place is None or not schema.columns[place].levels:
-        raise unknown("group", group, (CLIENT_GROUP, *coded, *schema.levels), rule="groups-column")
+        raise unknown_name_error("group", group, (CLIENT_GROUP, *coded, *schema.levels), rule="groups-column")
     return (*map(str, schema.columns[place].names), MISSING_LEVEL)
 
 

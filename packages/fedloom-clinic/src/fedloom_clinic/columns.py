@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 
 from fedloom.analyses import AnalysisTerms, ClientRows, Schema
-from fedloom.data.site_rows import column_names, numbers_of
+from fedloom.data.site_rows import column_names, extract_columns
 from fedloom.data.tables import Table
 from fedloom.errors import ConfigError, Refused
 from fedloom_clinic.cells import forbids_small_cells
@@ -72,7 +72,7 @@ def require_columns(schema: Schema, what: str) -> None:
     Raises:
         ConfigError: the data are not rows of a table, or the table has no column besides the target.
     """
-    if not names_of(schema):
+    if not list_column_names(schema):
         raise ConfigError(
             f"{what}: {schema.name} has no column except the target",
             rule="analysis-no-column",
@@ -89,7 +89,7 @@ def missing_target_range_error(name: str) -> ConfigError:
     )
 
 
-def names_of(schema: Schema) -> list[str]:
+def list_column_names(schema: Schema) -> list[str]:
     """Return the names of all of a regression's columns."""
     return column_names(Table(columns=schema.columns)) if schema.columns else []
 
@@ -126,7 +126,7 @@ def select_columns(terms: AnalysisTerms, *, flagged: bool = True) -> Mask:
             last.
         flagged: True if clients publish flags.
     """
-    p = len(names_of(terms.schema))
+    p = len(list_column_names(terms.schema))
     if not (flagged and forbids_small_cells(terms.rules) and terms.published and p):
         return np.ones(p, bool)
     support = torch.stack([flags[-p:] for flags in terms.published]).sum(0).numpy()
@@ -144,16 +144,16 @@ def select_columns(terms: AnalysisTerms, *, flagged: bool = True) -> Mask:
 def columns_of(terms: AnalysisTerms, *, flagged: bool = True) -> list[str]:
     """Return the names of the used columns."""
     kept = select_columns(terms, flagged=flagged)
-    return [name for name, one in zip(names_of(terms.schema), kept, strict=True) if one]
+    return [name for name, one in zip(list_column_names(terms.schema), kept, strict=True) if one]
 
 
 def list_omitted_columns(terms: AnalysisTerms) -> str:
     """Return the names of the columns that too few clients flagged, separated by commas."""
     kept = select_columns(terms)
-    return ", ".join(name for name, one in zip(names_of(terms.schema), kept, strict=True) if not one)
+    return ", ".join(name for name, one in zip(list_column_names(terms.schema), kept, strict=True) if not one)
 
 
-def ranges_of(terms: AnalysisTerms, *, flagged: bool = True) -> tuple[Floats, Floats]:
+def get_ranges(terms: AnalysisTerms, *, flagged: bool = True) -> tuple[Floats, Floats]:
     """Return the lower and upper limit of each used column's agreed-upon range, ``[p]``."""
     kept = select_columns(terms, flagged=flagged)
     low, high = _all_ranges(terms.schema)
@@ -173,7 +173,7 @@ def _all_ranges(schema: Schema) -> tuple[Floats, Floats]:
 def design_of(client: ClientRows, terms: AnalysisTerms, *, flagged: bool = True) -> DesignColumns:
     """Return a client's rows in a regression, with the regression's columns."""
     whole = ~client.x.isnan().any(1)
-    x, y = numbers_of(Table(columns=terms.schema.columns), client.x[whole]).numpy(), client.y[whole].numpy()
+    x, y = extract_columns(Table(columns=terms.schema.columns), client.x[whole]).numpy(), client.y[whole].numpy()
     low, high = _all_ranges(terms.schema)
     inside = ((x >= low) & (x <= high)).all(1)
     for target, pair in zip(y.T, terms.schema.target_ranges, strict=True):

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question, Rules, Schema
 from fedloom.analyses.models import ModelKind, compute_outputs
-from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, table_of
+from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, make_table
 from fedloom.data import DATA_PARTS
 from fedloom.errors import DataError, Refused
 from fedloom_clinic.cells import forbids_small_cells
@@ -155,7 +155,7 @@ class Conformal(Analysis):
 
     def row_sets(self, client: ClientRows, terms: AnalysisTerms) -> Sequence[ClientRows]:
         test = self.used(client, terms)
-        drawn = self._draws(test) < self.calibration_fraction
+        drawn = self._draw_numbers(test) < self.calibration_fraction
         return [test.select(drawn), test.select(~drawn)]
 
     def question(self, state: ConformalState) -> Question | None:
@@ -172,7 +172,7 @@ class Conformal(Analysis):
         if question.name == "reached":
             return Bounds.counts(owners * len(self._nodes), 1.0)
         if question.name == "scores":
-            return Bounds.counts(sum(len(of) - 1 for of in self._ends(question.values["reached"], terms)), most)
+            return Bounds.counts(sum(len(of) - 1 for of in self._find_edges(question.values["reached"], terms)), most)
         rows = torch.full((owners,), most, dtype=torch.float64)
         high = torch.cat([rows, rows, most * max(len(terms.schema.classes), 1) * torch.ones(owners)])
         return Bounds.between(torch.zeros(3 * owners), high, 1.0)
@@ -181,7 +181,7 @@ class Conformal(Analysis):
         owners = self.start(terms).owners
         place = client.place if self.by_client else 0
         test = client.select(client.part == DATA_PARTS.index("test"))
-        drawn = self._draws(test) < self.calibration_fraction
+        drawn = self._draw_numbers(test) < self.calibration_fraction
         some = test.select(~drawn if question.name == "coverage" else drawn)
         score, every = self._scores(some, terms)
         fine = (score * self.bins).long().clamp(max=self.bins - 1)
@@ -190,7 +190,7 @@ class Conformal(Analysis):
             flags[place] = flag_ranges(fine, some.subjects, self._nodes, terms.rules.min_subjects)
             return flags.flatten()
         if question.name == "scores":
-            ends = self._ends(question.values["reached"], terms)
+            ends = self._find_edges(question.values["reached"], terms)
             histograms = [torch.zeros(len(of) - 1, dtype=torch.float64) for of in ends]
             of = torch.bucketize(fine, torch.tensor(ends[place][1:-1]), right=True)
             histograms[place] = torch.bincount(of, minlength=len(histograms[place])).double()
@@ -207,9 +207,9 @@ class Conformal(Analysis):
             return state._replace(covered=total.view(3, -1))
         if not total.any():
             raise DataError("no client has test rows for calibration. Set a larger test fraction in the partition")
-        ends = self._ends(state.reached, state.terms)
+        ends = self._find_edges(state.reached, state.terms)
         counts = total.split([len(of) - 1 for of in ends])
-        limits = [self._threshold(row, of, state.terms.schema) for row, of in zip(counts, ends, strict=True)]
+        limits = [self._find_threshold(row, of, state.terms.schema) for row, of in zip(counts, ends, strict=True)]
         rows = torch.stack([row.sum() for row in counts])
         return state._replace(thresholds=torch.tensor(limits, dtype=torch.float64), rows=rows)
 
@@ -225,13 +225,13 @@ class Conformal(Analysis):
                 (state.terms.client_names[k] if self.by_client else "all", limit, rows, 1 - self.alpha, tested, *mean)
             )
         names = ("threshold", "rows", "wanted", "test_rows", "coverage", "interval_width" if numbers else "set_size")
-        return table_of(lines, client=TEXT_TYPE, **dict.fromkeys(names, NUMBER_TYPE))
+        return make_table(lines, client=TEXT_TYPE, **dict.fromkeys(names, NUMBER_TYPE))
 
     @cached_property
     def _nodes(self) -> list[tuple[int, int]]:
-        return ranges_of_bins(self.bins)
+        return make_bin_ranges(self.bins)
 
-    def _ends(self, reached: Tensor, terms: AnalysisTerms) -> list[list[int]]:
+    def _find_edges(self, reached: Tensor, terms: AnalysisTerms) -> list[list[int]]:
         """Return the upper edges of the merged bins for each threshold, which are between 0 and the number of bins.
 
         Raises:
@@ -240,9 +240,9 @@ class Conformal(Analysis):
         if not forbids_small_cells(terms.rules):
             return [[*range(self.bins + 1)]] * len(reached)
         rules = terms.rules.with_(min_clients=1, missing=0) if self.by_client else terms.rules
-        return [ends_of_bins(row, self._nodes, rules, what="that calibrate") for row in reached]
+        return [find_bin_edges(row, self._nodes, rules, what="that calibrate") for row in reached]
 
-    def _threshold(self, counts: Tensor, ends: Sequence[int], schema: Schema) -> float:
+    def _find_threshold(self, counts: Tensor, ends: Sequence[int], schema: Schema) -> float:
         """Return the upper edge of the bin that contains the score with the required rank.
 
         If there are too few rows, return a threshold above all scores. Scores beyond the range of residuals fall into
@@ -269,10 +269,10 @@ class Conformal(Analysis):
         if terms.schema.task == "regression":
             values = compute_outputs(client, self.model_kind, client.inputs) if len(client) else client.y
             return (values - client.y).abs()[:, 0] / self._unit(terms.schema), client.y[:, :0]
-        every = 1 - probabilities_of(client, len(terms.schema.classes), self.model_kind)
+        every = 1 - predict_probabilities(client, len(terms.schema.classes), self.model_kind)
         return every[torch.arange(len(client)), client.y[:, 0].long()], every
 
-    def _draws(self, client: ClientRows) -> Tensor:
+    def _draw_numbers(self, client: ClientRows) -> Tensor:
         """Return numbers ``[N]`` in [0, 1) that depend only on ``draw`` and a row's cells, not on its position."""
         key = f"conformal {self.draw}".encode()
         cells = torch.cat([client.x, client.y], 1).numpy()
@@ -280,7 +280,7 @@ class Conformal(Analysis):
         return torch.tensor([int.from_bytes(digest, "little") / 2**48 for digest in digests], dtype=torch.float64)
 
 
-def probabilities_of(client: ClientRows, classes: int, model_kind: ModelKind) -> Tensor:
+def predict_probabilities(client: ClientRows, classes: int, model_kind: ModelKind) -> Tensor:
     """Return the probabilities ``[N, classes]`` that a model predicts for a client's rows.
 
     Raises:
@@ -294,7 +294,7 @@ def probabilities_of(client: ClientRows, classes: int, model_kind: ModelKind) ->
     return outputs.softmax(1)
 
 
-def ranges_of_bins(bins: int) -> list[tuple[int, int]]:
+def make_bin_ranges(bins: int) -> list[tuple[int, int]]:
     """Return ranges of bins, from the range of all bins to single bins. Each range precedes its two halves."""
     ranges = [(0, bins)]
     for low, high in ranges:  # the list grows during the loop
@@ -304,7 +304,7 @@ def ranges_of_bins(bins: int) -> list[tuple[int, int]]:
 
 
 def check_reached(reached: Tensor, ranges: Sequence[tuple[int, int]], clients: int) -> None:
-    """Raise an error if the counts ``[B]`` of clients in `ranges_of_bins` cannot be sums of `flag_ranges`.
+    """Raise an error if the counts ``[B]`` of clients in `make_bin_ranges` cannot be sums of `flag_ranges`.
 
     If a client has enough subjects in a range, it also has enough subjects in every range that contains this range.
 
@@ -336,14 +336,14 @@ def flag_ranges(bin_of: Tensor, subjects: Tensor, ranges: Sequence[tuple[int, in
     return torch.tensor([float(count >= least) for count in counts], dtype=torch.float64)
 
 
-def ends_of_bins(reached: Tensor, ranges: Sequence[tuple[int, int]], rules: Rules, what: str) -> list[int]:
+def find_bin_edges(reached: Tensor, ranges: Sequence[tuple[int, int]], rules: Rules, what: str) -> list[int]:
     """Return the upper edges of the merged bins, which are between 0 and the number of bins.
 
     In each merged bin, enough clients have enough subjects.
 
     Args:
         reached: number of clients that have enough subjects in each range, ``[B]``.
-        ranges: ranges of bins (see `ranges_of_bins`).
+        ranges: ranges of bins (see `make_bin_ranges`).
         rules: agreed-upon rules.
         what: description of the rows, for messages.
 

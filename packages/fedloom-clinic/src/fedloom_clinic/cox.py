@@ -26,15 +26,23 @@ from fedloom_clinic.columns import (
     columns_of,
     design_of,
     flag_columns,
+    get_ranges,
     linear_model,
     list_omitted_columns,
-    ranges_of,
     require_columns,
     symmetric_from_triangles,
     to_vector,
     upper_triangles,
 )
-from fedloom_clinic.fits.cox import CoxFit, RiskSums, SurvivalSite, firth_slope, likelihood, newton, risk_sums
+from fedloom_clinic.fits.cox import (
+    CoxFit,
+    RiskSums,
+    SurvivalSite,
+    firth_slope,
+    likelihood,
+    maximize_likelihood,
+    risk_sums,
+)
 from fedloom_clinic.fits.cox_vectors import (
     VECTOR_COUNTS,
     BinningLoss,
@@ -55,14 +63,14 @@ from fedloom_clinic.fits.penalty import (
     add_ridge_penalty,
     impossible_likelihood,
 )
-from fedloom_clinic.fits.secure_cox import SecureCoxFit, fit_of_sums
+from fedloom_clinic.fits.secure_cox import SecureCoxFit, fit_from_sums
 from fedloom_clinic.penalties import (
     FIT_COUNT,
     Penalized,
+    assign_folds,
     find_divided_clients,
     flag_folds,
     fold_sums,
-    folds_of,
     read_fold_sums,
     require_shapes,
 )
@@ -163,17 +171,17 @@ class Cox(Penalized):
         return ("step", "paths") if self.strength == "cv" else (self.last_question,)
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
-        columns = len(ranges_of(terms, flagged=not self.shows_rows)[0])
+        columns = len(get_ranges(terms, flagged=not self.shows_rows)[0])
         shapes = {"beta": (columns,), "betas": (FIT_COUNT, columns), "metric": (columns, columns)}
         require_shapes(question, shapes)
-        if "ends" in question.values and question.values["ends"].tolist() != self._merged(terms).ends.tolist():
+        if "ends" in question.values and question.values["ends"].tolist() != self._merge_bins(terms).ends.tolist():
             raise Refused("the time bins of a question must match the agreed-upon bins after merging")
 
     def used(self, client: ClientRows, terms: AnalysisTerms) -> ClientRows:
         design = design_of(client, terms, flagged=not self.shows_rows)
         if self.shows_rows:
             return client.select(design.rows)
-        vectors = SiteVectors(SurvivalSite(design.x, *design.y.T), self._merged(terms), design.left_out)
+        vectors = SiteVectors(SurvivalSite(design.x, *design.y.T), self._merge_bins(terms), design.left_out)
         return client.select(design.rows if vectors.rows else design.rows[:0])
 
     def publish(self, client: ClientRows, terms: AnalysisTerms) -> Tensor:
@@ -192,9 +200,9 @@ class Cox(Penalized):
     ) -> tuple[pa.Table, LinearPredictor | None]:
         names = columns_of(terms, flagged=not self.shows_rows)
         if self.shows_rows:
-            exact = self._exact(ask, terms, names)
+            exact = self._fit_exact_times(ask, terms, names)
             return cox_table(exact, names, self._agreement(terms)), linear_model(terms, exact.fit.beta, flagged=False)
-        agreed = self._merged(terms)
+        agreed = self._merge_bins(terms)
         start_silent: list[int] = []
 
         ends = torch.from_numpy(agreed.ends)
@@ -214,7 +222,7 @@ class Cox(Penalized):
             return None if info.neutral > start_silent[0] else read_fold_sums(vector.numpy(), len(names))
 
         crossed = paths if self.strength == "cv" else None
-        fit = fit_of_sums(total, agreed, names, len(terms.sizes), crossed)
+        fit = fit_from_sums(total, agreed, names, len(terms.sizes), crossed)
         table = cox_table(fit, names, agreed)
         return table.append_column("merged", pa.array([list_omitted_columns(terms)] * len(table))), linear_model(
             terms, fit.fit.beta
@@ -237,7 +245,7 @@ class Cox(Penalized):
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         most, values = float(terms.most_rows), question.values
-        p = len(ranges_of(terms, flagged=not self.shows_rows)[0])
+        p = len(get_ranges(terms, flagged=not self.shows_rows)[0])
         moments = 1 + p + p * (p + 1) // 2
         if question.name == "means":
             return Bounds.join([Bounds.counts(1, most), _symmetric_bounds(p, most)])
@@ -254,7 +262,7 @@ class Cox(Penalized):
                 longest = float(reach @ values["metric"].abs() @ reach)
                 risk.append(_symmetric_bounds(bins * 2 * (1 + p), weight * longest * largest))
             return Bounds.join(risk)
-        agreed = self._merged(terms)
+        agreed = self._merge_bins(terms)
         counts = Bounds.counts(VECTOR_COUNTS, most)
         if question.name == "paths":
             fits = list[Bounds]()
@@ -278,7 +286,7 @@ class Cox(Penalized):
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor | None:
         site, design = self._site(client, terms), design_of(client, terms, flagged=not self.shows_rows)
         values = {name: value.numpy() for name, value in question.values.items()}
-        low, high = ranges_of(terms, flagged=not self.shows_rows)
+        low, high = get_ranges(terms, flagged=not self.shows_rows)
         scaled = (site.x - (high + low) / 2) / ((high - low) / 2)
         if question.name == "means":
             return to_vector(float(len(scaled)), scaled.sum(0))
@@ -293,11 +301,11 @@ class Cox(Penalized):
                                 sums.deaths, sums.total,
                                 *(part for of in (sums.risk, sums.tied) for part in of[3:]))  # fmt: skip
             return answer if bool(answer.isfinite().all()) else None
-        agreed = self._merged(terms)
+        agreed = self._merge_bins(terms)
         vectors = SiteVectors(site, agreed, design.left_out)
         fold, betas = np.full(len(site.time), -1), values["betas"] if "betas" in values else values["beta"][None]
         if "betas" in values and find_divided_clients(terms)[client.place]:
-            fold = folds_of(design, client, self._events(design.y))
+            fold = assign_folds(design, client, self._events(design.y))
         if forbids_small_cells(terms.rules) and len(site.time) > 1:
             sets = [fold != k for k in range(-1, CV_FOLDS)] if "betas" in values else [fold == fold]
             sets[0] = fold == fold
@@ -308,7 +316,7 @@ class Cox(Penalized):
         if "betas" in values:
             fold = fold if vectors.rows else fold[:0]
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-                paths = to_vector(*fold_sums(vectors.likelihood_of, betas, fold))
+                paths = to_vector(*fold_sums(vectors.compute_likelihood, betas, fold))
             return paths if bool(paths.isfinite().all()) else None
         try:
             vector = vectors.encode(values["beta"], values.get("metric")).view(np.int64)
@@ -326,7 +334,7 @@ class Cox(Penalized):
         return SurvivalSite(design.x, *design.y.T)
 
     def _agreement(self, terms: AnalysisTerms) -> CoxAgreement:
-        low, high = ranges_of(terms, flagged=not self.shows_rows)
+        low, high = get_ranges(terms, flagged=not self.shows_rows)
         last = self.until or (terms.schema.target_ranges[0] or (0.0, 1.0))[1]
         ends = np.zeros(0) if self.width is None else bin_ends(self.width, last)
         return CoxAgreement(
@@ -334,7 +342,7 @@ class Cox(Penalized):
             ridge=1.0 if self.strength == "cv" else self.strength, firth=self.penalty == "firth",
         )  # fmt: skip
 
-    def _merged(self, terms: AnalysisTerms) -> CoxAgreement:
+    def _merge_bins(self, terms: AnalysisTerms) -> CoxAgreement:
         agreed = self._agreement(terms)
         if terms.rules.min_clients == 1:
             return agreed
@@ -342,9 +350,11 @@ class Cox(Penalized):
         filled = np.stack([flags.numpy()[:bins] > 0 for flags in terms.published])
         return merge_bin_ends(agreed, filled, terms.rules.missing, terms.rules.min_clients)
 
-    def _exact(self, ask: Callable[[Question], Total], terms: AnalysisTerms, names: Sequence[str]) -> SecureCoxFit:
+    def _fit_exact_times(
+        self, ask: Callable[[Question], Total], terms: AnalysisTerms, names: Sequence[str]
+    ) -> SecureCoxFit:
         """Return the fit to all rows with their exact times."""
-        low, high = ranges_of(terms, flagged=not self.shows_rows)
+        low, high = get_ranges(terms, flagged=not self.shows_rows)
         total, first = ask(Question("means"))
         means = total.numpy()
         rows = means[0]
@@ -389,7 +399,7 @@ class Cox(Penalized):
         penalized = add_firth_penalty(evaluate, slope) if self.penalty == "firth" else evaluate
         if isinstance(self.strength, float):
             penalized = add_ridge_penalty(evaluate, rows * self.strength * np.ones(len(names)))
-        beta, here = newton(penalized, names, penalty=self.penalty)
+        beta, here = maximize_likelihood(penalized, names, penalty=self.penalty)
         unit = spread * (high - low) / 2
         se = np.sqrt(np.linalg.inv(here.information).diagonal())
         value = here.value if self.penalty == "none" else evaluate(beta).value

@@ -25,17 +25,17 @@ from fedloom_clinic.columns import (
     columns_of,
     design_of,
     flag_columns,
+    get_ranges,
     has_dominant_row,
     linear_model,
     list_omitted_columns,
     missing_target_range_error,
-    ranges_of,
     require_columns,
     symmetric_from_triangles,
     to_vector,
     upper_triangles,
 )
-from fedloom_clinic.fits.cox import newton
+from fedloom_clinic.fits.cox import maximize_likelihood
 from fedloom_clinic.fits.glm import GLM_FAMILIES, GlmFit, GlmSite, firth_slope, glm_sums
 from fedloom_clinic.fits.penalty import (
     CV_FOLDS,
@@ -53,10 +53,10 @@ from fedloom_clinic.fits.penalty import (
 from fedloom_clinic.penalties import (
     FIT_COUNT,
     Penalized,
+    assign_folds,
     find_divided_clients,
     flag_folds,
     fold_sums,
-    folds_of,
     read_fold_sums,
     require_shapes,
 )
@@ -130,8 +130,8 @@ class Glm(Penalized):
             raise missing_target_range_error("glm")
 
     def check_question(self, question: Question, terms: AnalysisTerms) -> None:
-        numbers = len(ranges_of(terms)[0]) + 1
-        size = self._intercepts(terms) + numbers - 1
+        numbers = len(get_ranges(terms)[0]) + 1
+        size = self._count_intercepts(terms) + numbers - 1
         wanted = {"beta": (size,), "centre": (numbers,), "spread": (numbers,)}
         require_shapes(question, {**wanted, "metric": (size, size), "betas": (FIT_COUNT, size)})
         if "spread" in question.values and not bool((question.values["spread"] > 0).all()):
@@ -173,11 +173,11 @@ class Glm(Penalized):
         facts["left_out"] = int(terms.sizes.sum()) - fit.row_count
         for name, fact in facts.items():
             table = table.append_column(name, pa.array([fact] * len(table)))
-        return table, linear_model(terms, fit.beta[self._intercepts(terms) :], float(fit.beta[0]))
+        return table, linear_model(terms, fit.beta[self._count_intercepts(terms) :], float(fit.beta[0]))
 
     def bounds(self, question: Question, terms: AnalysisTerms) -> Bounds:
         most, values = float(terms.most_rows), question.values
-        numbers = len(ranges_of(terms)[0]) + 1  # one per column, and one for the target
+        numbers = len(get_ranges(terms)[0]) + 1  # one per column, and one for the target
         if question.name == "means":
             return Bounds.join([Bounds.counts(1, most), _symmetric_bounds(torch.full((numbers,), most))])
         if question.name == "spreads":
@@ -190,13 +190,13 @@ class Glm(Penalized):
         step = self._step_bounds(values["beta"], values["centre"], values["spread"], terms)
         if question.name == "step":
             return step
-        first = self._intercepts(terms)
+        first = self._count_intercepts(terms)
         reach = torch.cat([torch.ones(first), ((1 + values["centre"].abs()) / values["spread"])[:-1]])
         variance = float(step.high[-1]) / float(reach[-1]) ** 2  # the third moment is at most the variance
         return Bounds.join([step, _symmetric_bounds(variance * reach * float(reach @ values["metric"].abs() @ reach))])
 
     def _step_bounds(self, beta: Tensor, centre: Tensor, spread: Tensor, terms: AnalysisTerms) -> Bounds:
-        most, first = float(terms.most_rows), self._intercepts(terms)
+        most, first = float(terms.most_rows), self._count_intercepts(terms)
         values = {"centre": centre, "spread": spread}
         reach = torch.cat([torch.ones(first), ((1 + values["centre"].abs()) / values["spread"])[:-1]])
         eta = min(float(beta.abs() @ reach), MAX_EXPONENT)
@@ -216,7 +216,7 @@ class Glm(Penalized):
 
     def answer(self, question: Question, client: ClientRows, terms: AnalysisTerms) -> Tensor | None:
         values = {name: value.numpy() for name, value in question.values.items()}
-        design, (low, high) = design_of(client, terms), ranges_of(terms)
+        design, (low, high) = design_of(client, terms), get_ranges(terms)
         bottom, top = self._target_range(terms)
         half = np.append((high - low) / 2, (top - bottom) / 2)
         columns = np.column_stack([design.x, design.y])
@@ -228,13 +228,13 @@ class Glm(Penalized):
         standard = (scaled - values["centre"]) / values["spread"]
         linear = terms.schema.task == "regression"
         y = standard[:, -1] if linear else design.y[:, 0]
-        ones = np.zeros((len(y), self._intercepts(terms)))
+        ones = np.zeros((len(y), self._count_intercepts(terms)))
         ones[:, client.place if self.by_client else 0] = 1
         site, family = GlmSite(np.hstack([ones, standard[:, :-1]]), y), FAMILY_OF_TASK[terms.schema.task]
         with np.errstate(over="ignore", invalid="ignore"):
             if question.name == "paths":
                 divided = find_divided_clients(terms)[client.place]
-                fold = folds_of(design, client, self._events(design.y)) if divided else np.full(len(y), -1)
+                fold = assign_folds(design, client, self._events(design.y)) if divided else np.full(len(y), -1)
                 parts = [y @ y, *fold_sums(lambda beta, rows: glm_sums(GlmSite(site.x[rows], y[rows]), beta, family),
                                            values["betas"], fold)]  # fmt: skip
                 betas, sets = values["betas"], [fold != k for k in range(CV_FOLDS)] if divided else []
@@ -277,7 +277,7 @@ class Glm(Penalized):
 
     def _fit(self, ask: Callable[[Question], Total], terms: AnalysisTerms) -> tuple[GlmFit, Floats]:
         """Return the fit, and the largest effect of rounding on each coefficient."""
-        names, first, family = columns_of(terms), self._intercepts(terms), FAMILY_OF_TASK[terms.schema.task]
+        names, first, family = columns_of(terms), self._count_intercepts(terms), FAMILY_OF_TASK[terms.schema.task]
         total, info = ask(Question("means"))
         count = int(total[0])
         if not count:
@@ -291,7 +291,7 @@ class Glm(Penalized):
         for name, varies in zip(names, spread > MIN_COLUMN_SPREAD, strict=False):
             if not varies:
                 raise DataError(f"{name} has the same value in every row. Omit this column")
-        low, high = ranges_of(terms)
+        low, high = get_ranges(terms)
         bottom, top = self._target_range(terms)
         half, mid = np.append((high - low) / 2, (top - bottom) / 2), np.append((high + low) / 2, (top + bottom) / 2)
         if not spread[-1] > MIN_COLUMN_SPREAD:
@@ -342,7 +342,7 @@ class Glm(Penalized):
         else:
             start = evaluate if ridge is None else add_ridge_penalty(evaluate, weights)
             start = add_firth_penalty(evaluate, slope) if self.penalty == "firth" else start
-            beta, here = newton(start, [*labels, *names], intercepts=first, penalty=self.penalty)
+            beta, here = maximize_likelihood(start, [*labels, *names], intercepts=first, penalty=self.penalty)
         inverse = np.linalg.inv(here.information)
         unit, middle = (spread[-1] * half[-1], mid[-1] + half[-1] * centre[-1]) if family == "linear" else (1.0, 0.0)
         scale, degrees = 1.0, None
@@ -369,14 +369,14 @@ class Glm(Penalized):
         )  # relative error of a spread, which affects the ridge
         reach = np.concatenate([np.ones(first), ((1 + np.abs(centre)) / spread)[:-1]])
         error = sites * ANSWER_STEP / 2
-        moved = self._error_of_rounding(here, weights * scaled_beta * 2 * relative, error, reach, family)
+        moved = self._bound_rounding_error(here, weights * scaled_beta * 2 * relative, error, reach, family)
         if self.penalty == "firth":
             moved = tilt_error(here, np.full(size, error), size * error, reach)
         bound = np.abs(back).sum(1) * moved * unit
         return GlmFit([*labels, *names], beta, np.sqrt(covariance.diagonal()), count, ridge, degrees), bound
 
     @staticmethod
-    def _error_of_rounding(here: Likelihood, penalty: Floats, error: float, reach: Floats, family: str) -> float:
+    def _bound_rounding_error(here: Likelihood, penalty: Floats, error: float, reach: Floats, family: str) -> float:
         """Return the largest error of the coefficients, compared with exact sums, for a given error in each sum.
 
         The third derivative of the likelihood is at most R times the second, where R is the length of a row, or 0 in a
@@ -390,7 +390,7 @@ class Glm(Penalized):
             return float("inf")
         return gradient / least if not longest else float(-np.log1p(-longest * gradient / least) / longest)
 
-    def _intercepts(self, terms: AnalysisTerms) -> int:
+    def _count_intercepts(self, terms: AnalysisTerms) -> int:
         return len(terms.sizes) if self.by_client else 1
 
     @staticmethod

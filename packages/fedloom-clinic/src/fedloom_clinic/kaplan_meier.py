@@ -21,7 +21,7 @@ from scipy.stats import chi2, norm
 from torch import Tensor
 
 from fedloom.analyses import Analysis, AnalysisTerms, Bounds, ClientRows, Info, Question, Schema
-from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, table_of
+from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, make_table
 from fedloom.errors import ConfigError, DataError
 from fedloom_clinic.cells import (
     CLIENT_GROUP,
@@ -145,7 +145,7 @@ class KaplanMeier(Analysis):
         rows = list[tuple[object, ...]]()
         widths = np.diff(ends, prepend=0.0)
         for k in used:
-            curve = curve_of(counts[k])
+            curve = compute_curve(counts[k])
             before, below = np.append(1.0, curve.survival[:-1]), np.append(1.0, curve.lowest[:-1])
             mean = float((widths * before).sum())
             error = float((widths * (before - np.minimum(below, curve.lowest))).sum())
@@ -164,7 +164,7 @@ class KaplanMeier(Analysis):
             "time", "at_risk", "events", "censored", "survival", "low", "high", "binning_error", "restricted_mean",
             "restricted_mean_se", "restricted_mean_error", "log_rank", "p",
         )  # fmt: skip
-        return table_of(rows, group=TEXT_TYPE, **dict.fromkeys(names, NUMBER_TYPE))
+        return make_table(rows, group=TEXT_TYPE, **dict.fromkeys(names, NUMBER_TYPE))
 
     def _ends(self, terms: AnalysisTerms) -> Tensor:
         last = self.until or (terms.schema.target_ranges[0] or (0.0, 1.0))[1]
@@ -185,7 +185,7 @@ class KaplanMeier(Analysis):
         return group_codes(client, terms, self.group), place.clamp(max=len(ends) - 1), event
 
 
-def curve_of(counts: Floats) -> SurvivalCurve:
+def compute_curve(counts: Floats) -> SurvivalCurve:
     """Return the curve for the given numbers of events and censored rows, ``[2, J]``."""
     events, censored = counts
     at_risk = (events + censored)[::-1].cumsum()[::-1]

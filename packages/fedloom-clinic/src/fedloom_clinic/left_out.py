@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from fedloom.analyses import Analysis, FurtherRun
-from fedloom.analyses.tables import INTEGER_TYPE, NUMBER_TYPE, TEXT_TYPE, table_of
+from fedloom.analyses.tables import INTEGER_TYPE, NUMBER_TYPE, TEXT_TYPE, make_table
 from fedloom.data import DATA_PARTS, Federation, Split
-from fedloom.data.groups import subjects_of
+from fedloom.data.groups import get_subjects
 from fedloom.engine import Setting
 from fedloom.engine.result import Result
 from fedloom.engine.setup import check, make_problem
 from fedloom.errors import ConfigError, Refused
 from fedloom.rows.aggregators import FLTrust
-from fedloom.tasks import task_of
+from fedloom.tasks import make_task
 from fedloom.trained.model import Model
 from fedloom.trained.predictions import NEW_SCALE, TYPICAL_SCALE
 
@@ -28,7 +28,7 @@ SAMPLES_FIGURE = "samples"
 """Recorded name of the held-out client's number of samples."""
 MIN_CLIENTS = 3
 """Minimum number of clients for this analysis."""
-OMIT = "omit this analysis"
+OMIT_HINT = "omit this analysis"
 """Advice of errors that this analysis raises although the methods could run without it."""
 
 
@@ -42,7 +42,7 @@ class LeftOut(Analysis):
             raise Refused(
                 f"left-out needs at least {MIN_CLIENTS} clients, but there are only {fed.n}",
                 rule="left-out-too-few-clients",
-                fix=OMIT,
+                fix=OMIT_HINT,
             )
         if setting is None:
             return
@@ -53,13 +53,13 @@ class LeftOut(Analysis):
             try:
                 check(_setting_without(setting, client), remove_client(fed, client))
             except ConfigError as error:
-                if error.fix and OMIT not in error.fix:
-                    error = error.refixed(f"{error.fix}, or {OMIT}")
+                if error.fix and OMIT_HINT not in error.fix:
+                    error = error.replace_fix(f"{error.fix}, or {OMIT_HINT}")
                 raise error.placed(f"left-out trains without client {fed.names[client]!r}") from None
 
     def units(self, setting: Setting, fed: Federation, result: Result) -> Iterator[FurtherRun]:
         for client in range(fed.n) if "global" in result.models.kinds() else ():
-            score = partial(scores_of_new, fed=fed, client=client)
+            score = partial(score_new_client, fed=fed, client=client)
             yield FurtherRun(_setting_without(setting, client), remove_client(fed, client), score)
 
 
@@ -77,7 +77,7 @@ def _setting_without(setting: Setting, client: int) -> Setting:
             raise Refused(
                 f"aggregator 'fltrust' trusts this client ({client})",
                 rule="left-out-trusted-client",
-                fix=f"omit {{aggregator}}, or {OMIT}",
+                fix=f"omit {{aggregator}}, or {OMIT_HINT}",
             )
         changes["aggregator"] = rule.with_(root=rule.root - (rule.root > client))
     if isinstance(weights, tuple):
@@ -104,7 +104,7 @@ def remove_client(fed: Federation, client: int) -> Federation:
     return replace(fed, data=data, parts=parts, names=names, groups=groups, test=None, partition=cut)
 
 
-def scores_of_new(result: Result, fed: Federation, client: int) -> pa.Table:
+def score_new_client(result: Result, fed: Federation, client: int) -> pa.Table:
     """Return the scores, on all samples of a client, of a run's global model that was trained without this client.
 
     A table's columns are scaled by the other clients' medians, as when a new client uses the model, and also by the
@@ -117,22 +117,22 @@ def scores_of_new(result: Result, fed: Federation, client: int) -> pa.Table:
     """
     rows: list[tuple[int, str, str, float]] = []
     index = torch.cat([fed.indices(part, client) for part in DATA_PARTS]).cpu()
-    if (subjects := subjects_of(fed.data)) is not None:  # other clients may have trained on them
+    if (subjects := get_subjects(fed.data)) is not None:  # other clients may have trained on them
         trained = torch.cat([result.job.eval_fed.parts[part].index.cpu() for part in ("train", "validation")])
         index = index[~torch.isin(subjects[index], subjects[trained])]
     raw = fed.data.x.cpu() if fed.data.fitted is None else fed.data.fitted.raw
     if len(index):
-        for scaling, model in _predictions_of_models(result, raw[index]):
+        for scaling, model in _predict_with_models(result, raw[index]):
             y = fed.targets(index.to(fed.device)).cpu()
             outputs = model.outputs(raw[index])
             owner = torch.zeros(len(index), dtype=torch.long)
-            values = task_of(fed.data, model.recipe.objective).metrics(outputs.flatten(0, -2), y, owner, 1)
+            values = make_task(fed.data, model.recipe.objective).metrics(outputs.flatten(0, -2), y, owner, 1)
             rows.append((client, scaling, SAMPLES_FIGURE, float(len(index))))
             rows += [(client, scaling, name, float(value)) for name, value in values.items()]
-    return table_of(rows, client=INTEGER_TYPE, scaling=TEXT_TYPE, metric=TEXT_TYPE, value=NUMBER_TYPE)
+    return make_table(rows, client=INTEGER_TYPE, scaling=TEXT_TYPE, metric=TEXT_TYPE, value=NUMBER_TYPE)
 
 
-def _predictions_of_models(result: Result, x: Tensor) -> Iterator[tuple[str, Model]]:
+def _predict_with_models(result: Result, x: Tensor) -> Iterator[tuple[str, Model]]:
     model = result.models.ready("global")
     yield TYPICAL_SCALE, model
     if (table := model.recipe.facts.table) is not None:

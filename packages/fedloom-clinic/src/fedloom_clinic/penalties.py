@@ -25,7 +25,7 @@ from fedloom_clinic.columns import (
     Floats,
     Mask,
     design_of,
-    names_of,
+    list_column_names,
     select_columns,
     symmetric_from_triangles,
     upper_triangles,
@@ -90,7 +90,7 @@ def require_shapes(question: Question, shapes: Mapping[str, tuple[int, ...]]) ->
             raise Refused(f"{name} of a question must have {wanted} numbers, got {got}")
 
 
-def folds_of(design: DesignColumns, client: ClientRows, event: Mask) -> NDArray[np.int64]:
+def assign_folds(design: DesignColumns, client: ClientRows, event: Mask) -> NDArray[np.int64]:
     """Return each row's fold, ``[N]``. A subject is in a single fold, and folds have similar numbers of events.
 
     Subjects are assigned to folds in the order of digests of their rows, so the folds depend only on the rows.
@@ -122,7 +122,7 @@ def flag_folds(client: ClientRows, terms: AnalysisTerms, event_of: Callable[[Flo
     """
     design = design_of(client, terms, flagged=False)
     event, subjects = event_of(design.y), client.subjects[design.rows].numpy()
-    fold = folds_of(design, client, event)
+    fold = assign_folds(design, client, event)
     columns, outcomes = np.ones(design.x.shape[1]), True
     for k in range(CV_FOLDS):
         here = fold == k
@@ -143,7 +143,7 @@ def find_divided_clients(terms: AnalysisTerms) -> list[bool]:
     """
     if not forbids_small_cells(terms.rules) or not terms.published:
         return [True] * len(terms.sizes)
-    p, kept = len(names_of(terms.schema)), select_columns(terms)
+    p, kept = len(list_column_names(terms.schema)), select_columns(terms)
     flags = [some[-2 * p - 1 : -p].numpy() for some in terms.published]
     able = [bool(some[0] > 0 and (some[1:][kept] > 0).all()) for some in flags]
     needed = terms.rules.min_clients + terms.rules.missing

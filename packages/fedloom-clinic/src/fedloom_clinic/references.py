@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedloom.analyses import Analysis
-from fedloom.analyses.tables import INTEGER_TYPE, NUMBER_TYPE, TEXT_TYPE, table_of
+from fedloom.analyses.tables import INTEGER_TYPE, NUMBER_TYPE, TEXT_TYPE, make_table
 from fedloom.data import Federation
 from fedloom.engine import Setting
 from fedloom.engine.result import Result
@@ -67,7 +67,7 @@ def references(result: Result) -> pa.Table:
             owner = torch.zeros(len(test), dtype=torch.long)
             scores = task.metrics(outputs, fed.targets(test), owner, 1)
             rows += [(client, name, metric, float(value)) for metric, value in scores.items()]
-    return table_of(rows, client=INTEGER_TYPE, model=TEXT_TYPE, metric=TEXT_TYPE, value=NUMBER_TYPE)
+    return make_table(rows, client=INTEGER_TYPE, model=TEXT_TYPE, metric=TEXT_TYPE, value=NUMBER_TYPE)
 
 
 def _fit_reference_models(fed: Federation, seed: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from fedloom.analyses import AnalysisTerms, Bounds, ClientRows, ModelAnalysis, Question, Schema, ScriptedAnalysis, Total
-from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, table_of
+from fedloom.analyses.tables import NUMBER_TYPE, TEXT_TYPE, make_table
 from fedloom.errors import DataError, Refused
 from fedloom_clinic.columns import LinearPredictor, missing_target_range_error
 
@@ -143,7 +143,7 @@ class RidgeRegression(ModelAnalysis, ScriptedAnalysis):
             for k in range(c)
             for j in range(p + 1)
         ]
-        return table_of(
+        return make_table(
             lines, output=TEXT_TYPE, input=TEXT_TYPE, coefficient=NUMBER_TYPE, bound=NUMBER_TYPE, rows=NUMBER_TYPE
         ), LinearPredictor(weight, bias)
 

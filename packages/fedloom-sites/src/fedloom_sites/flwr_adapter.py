@@ -76,7 +76,7 @@ def set_message_id(message: Message, id_: str) -> None:
     message.metadata.__dict__["_message_id"] = id_
 
 
-def connection_of(grid: Grid) -> Any:
+def get_connection(grid: Grid) -> Any:
     """Return a grid's connection to Flower's server, or None if there is none.
 
     A grid within a single process has no connection.
@@ -84,6 +84,6 @@ def connection_of(grid: Grid) -> Any:
     return getattr(grid, "_runtime_client", None)
 
 
-def mods_of(app: ClientApp) -> list[Any]:
+def get_mods(app: ClientApp) -> list[Any]:
     """Return the mods of a client app."""
     return [*getattr(app, "_mods", ())]

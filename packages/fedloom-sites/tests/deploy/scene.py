@@ -21,7 +21,7 @@ from fedloom.lab.experiment import Experiment, parse, read
 from fedloom.version import __version__
 from fedloom_sites.deploy.audit import Audit
 from fedloom_sites.deploy.ops.keys import make_key_pair
-from fedloom_sites.deploy.protocol.envelope import digest_of, seal_message
+from fedloom_sites.deploy.protocol.envelope import digest_arrays, seal_message
 from fedloom_sites.deploy.protocol.identity import sign_fields
 from fedloom_sites.deploy.server.run import serve_run
 from fedloom_sites.deploy.setting_files import sha256_hex
@@ -160,7 +160,7 @@ def changed(
     old.pop("signature")
     given = [a.data for a in reply.content["arrays"].values()] if arrays is None else arrays
     numbers = dict(reply.content.get("metrics", {})) if metrics is None else metrics
-    new = {**old, "digest": digest_of(given), **(head or {})}
+    new = {**old, "digest": digest_arrays(given), **(head or {})}
     key = signing_key_of(client)
     sealed = seal_message({**new, "signature": sign_fields(key, {**new, "metrics": numbers})}, given, numbers or None)
     other = Message(edit(sealed) or sealed, reply_to=_question(reply))

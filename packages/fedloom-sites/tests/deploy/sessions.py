@@ -104,7 +104,7 @@ class Steps:
         agreed = self.here.sites[0].secure
         assert agreed is not None
         name = secure.session_name(agreed.digest(self.here.sites[0].fingerprint), 1, self.nonce)
-        return secure.session_of(name, agreed.threshold, secure.read_adverts(self.adverts))
+        return secure.build_session(name, agreed.threshold, secure.read_adverts(self.adverts))
 
     def agreed(self, survivors: Collection[int], signers: Collection[int]) -> bytes:
         """What the server sends with the last step: the sites of a sum, with signatures of some of them."""

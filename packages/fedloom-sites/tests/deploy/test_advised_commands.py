@@ -17,7 +17,7 @@ from fedloom.errors import FedloomError
 from fedloom.lab.cli import app
 from fedloom_sites.deploy.ops import keys
 from fedloom_sites.deploy.ops.loopback import check_certificate
-from fedloom_sites.deploy.ops.status import status_lines, status_of
+from fedloom_sites.deploy.ops.status import read_status, status_lines
 from fedloom_sites.deploy.server.run import STOP_HINT, stop_file
 from fedloom_sites.deploy.setting_files import read_server, read_site
 from fedloom_sites.deploy.site.approval import check_approved
@@ -115,7 +115,7 @@ def play_approval(here: Machines) -> tuple[str, Cure]:
 
 def play_expired_certificate(here: Machines) -> tuple[str, Cure]:
     outdate(here, authority=2000, server=-1)
-    said = "\n".join(status_lines(status_of(read_server(here.whole / "server" / "server.toml"))))
+    said = "\n".join(status_lines(read_status(read_server(here.whole / "server" / "server.toml"))))
     return said, lambda: renew(here)
 
 
@@ -163,7 +163,7 @@ def test_an_expired_authority_needs_a_new_deployment(machines: Machines) -> None
     for said in (check(machines.site, code=1), call("renew", machines.whole, code=2)):
         assert set(ADVISED.findall(said)) == {"init"}
         assert "--days" not in said
-    lines = status_lines(status_of(read_server(machines.whole / "server" / "server.toml")))
+    lines = status_lines(read_status(read_server(machines.whole / "server" / "server.toml")))
     assert any("authority's certificate expired" in line and "start a new deployment" in line for line in lines)
 
 

@@ -82,7 +82,7 @@ def session_of(here: Scene, client: int) -> secure.Session:
     known = read_checked(file)
     assert known is not None
     adverts = secure.read_adverts(bytes.fromhex(known["adverts"]))
-    return secure.session_of(bytes.fromhex(known["name"]), here.server.secure.threshold, adverts)  # type: ignore[union-attr]
+    return secure.build_session(bytes.fromhex(known["name"]), here.server.secure.threshold, adverts)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("threshold", [3, 4])

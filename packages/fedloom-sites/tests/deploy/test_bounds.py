@@ -30,7 +30,7 @@ from fedloom.rows import masks
 from fedloom.rows.algebra import lifted
 from fedloom_sites.deploy.ops.plan import _propose_norm_bound, plan_deployment
 from fedloom_sites.deploy.protocol.checks import ReplyChecks
-from fedloom_sites.deploy.protocol.lengths import shorten_upload, upload_norms
+from fedloom_sites.deploy.protocol.lengths import clip_upload, upload_norms
 from fedloom_sites.deploy.protocol.rejected import RejectedReply
 from fedloom_sites.deploy.setting_files import read_server
 from tests.deploy.scene import FIRST, Scene, changed, document, scene
@@ -531,12 +531,12 @@ def test_an_upload_is_projected_onto_every_bound(name: str, scale: float, tmp_pa
         *(scale * torch.randn(f.shape, generator=draws, dtype=f.dtype) for f in client.forms.idle)
     )
     before = upload_norms(job, up, down)
-    after, is_cut = shorten_upload(job, up, down, dict.fromkeys(job.fields, 0.5))
+    after, is_cut = clip_upload(job, up, down, dict.fromkeys(job.fields, 0.5))
     assert is_cut == any(float(norm) > 0.5 for norm in before.values())
     for field, norm in upload_norms(job, after, down).items():
         assert float(norm) == pytest.approx(min(0.5, float(before[field])), rel=1e-6)
     engine = job.setting.engine.with_(norm_bound=0.25)
-    within, is_cut = shorten_upload(replace(job, setting=job.setting.with_(engine=engine)), up, down, {})
+    within, is_cut = clip_upload(replace(job, setting=job.setting.with_(engine=engine)), up, down, {})
     assert is_cut == any(float((f / scale).norm()) > 0.25 / scale for f in up)
     for field, old in zip(within, up, strict=True):
         assert float(field.norm()) <= 0.25 * (1 + 1e-6)

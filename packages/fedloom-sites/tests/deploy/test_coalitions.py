@@ -95,10 +95,10 @@ class Colluder(SessionMember):
     def _check_counters(self, *_: Any) -> None:
         return
 
-    def _arrived(self, _record: Any, clients: Collection[int]) -> list[int]:
+    def _check_arrived(self, _record: Any, clients: Collection[int]) -> list[int]:
         return [*clients]
 
-    def _enter(self, _record: Any, signed: Any) -> list[int]:
+    def _enter_sum(self, _record: Any, signed: Any) -> list[int]:
         return [*signed]
 
     def _store_once(self, record: dict[str, Any], name: str, value: object) -> None:
@@ -184,7 +184,7 @@ class Coalition:
     ) -> bool:  # fmt: skip
         """Ask for all that opens a sum, and return whether enough sites have given their shares."""
         site = self.members[0]
-        session = secure.session_of(secure.session_name(site._agreement, *at), self.threshold, adverts)
+        session = secure.build_session(secure.session_name(site._agreement, *at), self.threshold, adverts)
         text = secure.encode_statement(secure.session_binding(session, terms.digest, ask.present), arrived)
         listed = secure.join_parts(dict.fromkeys(arrived, b""))
         whole = {*arrived} == {*ask.present}
@@ -331,7 +331,7 @@ def rogue_with(folder: Path, kind: type[Colluder]) -> Rogue:
 
 def open_counters(session: Any, terms: SessionTerms) -> list[int]:
     """The sums of powers of all tokens in a session, from the shares that sites have sent."""
-    sent = secure.split_parts(session.counters_of(session.vectors), session.counters_bytes)
+    sent = secure.split_parts(session.masked_counters(session.vectors), session.counters_bytes)
     return sums_of_powers(session.session, session.bound(terms), sent, session.shown)
 
 
@@ -400,7 +400,7 @@ def test_a_site_gives_shares_for_one_digest_of_all_counters(tmp_path: Path) -> N
     assert not rogue.refused
     assert session.ask(1, "count", signed, bytes(32)) is None
     assert "the digest of the counters of a session cannot change" in rogue.refused[0]
-    sent, openers = session.counters_of(session.vectors), secure.join_parts(session.shown)
+    sent, openers = session.masked_counters(session.vectors), secure.join_parts(session.shown)
     told = [session.ask(c, "unmask", signed, sent, openers) for c in (0, 1, 1)]
     assert None not in told
     assert told[1] == told[2]

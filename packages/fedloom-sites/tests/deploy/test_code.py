@@ -14,7 +14,7 @@ from fedloom.errors import ConfigError
 from fedloom.lab.cli import app
 from fedloom.lab.experiment import parse
 from fedloom_sites.deploy import code
-from fedloom_sites.deploy.code import check_code, code_of, read_agreed
+from fedloom_sites.deploy.code import check_code, collect_code, read_agreed
 from fedloom_sites.deploy.ops.check import check_site
 from fedloom_sites.deploy.ops.directory import Location, write_directory
 from fedloom_sites.deploy.ops.loopback import LoopbackDeployment
@@ -164,7 +164,7 @@ def test_what_is_installed_stays_there_and_is_compared(written):
     site = read_site(written / "sites" / "site-0" / "site.toml")
     import sortedcontainers.sortedlist as module
 
-    found = code_of({"method": [{"algorithm": "sortedcontainers.sortedlist:SortedList"}]})
+    found = collect_code({"method": [{"algorithm": "sortedcontainers.sortedlist:SortedList"}]})
     assert not found.files
     assert found.installed == {module.__name__: code.sha256_hex(Path(module.__file__).read_bytes())}
     check_code(site.model_copy(update={"installed": found.installed}))
@@ -177,16 +177,16 @@ def test_the_model_too_and_what_is_no_path_is_none(folder, monkeypatch):
     sys.path.append(str(folder))
     import method_of_mine  # noqa: F401
 
-    found = code_of(
+    found = collect_code(
         {"model": {"kind": "import", "path": "method_of_mine:Mine"}, "name": "x:y", "data": {"path": "a:b"}}
     )
     assert sorted(found.files) == FILES
     monkeypatch.setattr(code, "MAX_CODE_BYTES", 100)
     with pytest.raises(ConfigError, match="its own folder, or install it"):
-        code_of({"method": [{"algorithm": "method_of_mine:Mine"}]})
-    assert code_of({"data": {"source": "hub:owner/name"}}) == code.Code({}, {})
+        collect_code({"method": [{"algorithm": "method_of_mine:Mine"}]})
+    assert collect_code({"data": {"source": "hub:owner/name"}}) == code.Code({}, {})
     with pytest.raises(ConfigError, match="cannot be found"):
-        code_of({"method": [{"algorithm": "math:floor"}]})
+        collect_code({"method": [{"algorithm": "math:floor"}]})
 
 
 def test_init_tells(folder):
@@ -212,4 +212,4 @@ def test_an_own_task_and_optimiser_are_copied(folder):
             "method": [{"algorithm": "fedavg", "local": {"optimizer": "steps_of_mine:Mine"}}],
         }
     ).settings()
-    assert sorted(code_of(settings).files) == ["loss_of_mine.py", "metric_of_mine.py", "steps_of_mine.py"]
+    assert sorted(collect_code(settings).files) == ["loss_of_mine.py", "metric_of_mine.py", "steps_of_mine.py"]

@@ -55,7 +55,7 @@ class Sent(NamedTuple):
 def sent(arrived: tuple[int, ...] = (*SITES,), bound: bytes = BOUND, added: Integers | None = None) -> Sent:
     """All sites share their secrets, and the counters of some arrive. Site 0 adds numbers to its own."""
     secrets = {c: secure.new_secrets() for c in SITES}
-    session = secure.session_of(bytes(32), 3, [secure.make_advert(bytes(32), c, secrets[c], KEYS[c]) for c in SITES])
+    session = secure.build_session(bytes(32), 3, [secure.make_advert(bytes(32), c, secrets[c], KEYS[c]) for c in SITES])
     sealed = {c: shares.make_shares(session, c, secrets[c], KEYS[c]) for c in SITES}
     held = {
         to: {c: all_[to] if c == to else shares.open_share(session, to, secrets[to], c, all_[to], PUBLIC[c])

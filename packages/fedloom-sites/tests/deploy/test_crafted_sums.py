@@ -14,8 +14,8 @@ from torch import Tensor
 from fedloom.data.partitions import Iid
 from fedloom_sites.deploy.rehearsal.rogue import RogueServer, RogueSession
 from fedloom_sites.deploy.rehearsal.samples import (
-    change_of,
-    count_read,
+    compute_change,
+    count_recovered,
     craft_bins,
     find_first_layer,
     read_bins,
@@ -50,7 +50,7 @@ def read_from_one_sum(folder: Path, agreed: dict[str, Any], **changes: Any) -> t
     public = every[(torch.cdist(every, rows) > 0).all(1)]  # the server has digits like those of the sites
     assert len(public) > 3 * len(rows)
     change = change_of_sum(rogue, *ask(rogue, craft_bins(rogue, layer, public)))
-    return count_read(read_bins(layer, job, change), rows), len(rows)
+    return count_recovered(read_bins(layer, job, change), rows), len(rows)
 
 
 def ask(rogue: RogueServer, download: bytes) -> tuple[RogueSession, Any]:
@@ -63,7 +63,7 @@ def ask(rogue: RogueServer, download: bytes) -> tuple[RogueSession, Any]:
 def change_of_sum(rogue: RogueServer, session: RogueSession, terms: Any) -> Tensor:
     vector = UploadVector(rogue.trainer.job, rogue.trainer.forms.idle)
     sums, _, _ = vector.decode(session.total(terms)[: vector.length], SITES, 1.0)
-    return change_of(rogue.trainer.job, sums)
+    return compute_change(rogue.trainer.job, sums)
 
 
 def test_one_sum_on_a_crafted_model_shows_most_samples(tmp_path: Path, record_property: Any) -> None:

@@ -20,13 +20,13 @@ from fedloom.errors import CheckpointError, RunDirError, Stop
 from fedloom.rows.channels import GaussianNoise
 from fedloom.storage import disk
 from fedloom.version import __version__
-from fedloom_sites.deploy.audit import SENT_FILE, Audit, lines_of, verify_log
+from fedloom_sites.deploy.audit import SENT_FILE, Audit, read_entries, verify_log
 from fedloom_sites.deploy.protocol.envelope import (
     COMMON_FIELDS,
     PROTOCOL_VERSION,
     REQUEST_FIELDS,
     Kind,
-    digest_of,
+    digest_arrays,
     seal_message,
 )
 from fedloom_sites.deploy.site.client import Client
@@ -48,7 +48,7 @@ def ask(client: Client, kind: Kind, *arrays: bytes, **fields: Any) -> tuple[str,
     blank: dict[type, Any] = {int: 0, float: 1.0, bool: False, bytes: b"", str: "", list: []}
     head = {name: blank[type_] for name, type_ in (COMMON_FIELDS | REQUEST_FIELDS[kind]).items()}
     head |= {"protocol": PROTOCOL_VERSION, "release": __version__, "experiment": client.site.fingerprint, "kind": kind}
-    head |= {"client": client.site.client, "digest": digest_of(arrays)} | fields
+    head |= {"client": client.site.client, "digest": digest_arrays(arrays)} | fields
     answer = client.reply(seal_message(head, arrays))["head"]
     assert isinstance(answer, ConfigRecord)
     return str(answer["status"]), str(answer["reason"])
@@ -293,10 +293,10 @@ def test_logs_of_a_run_hold_and_count_what_left(tmp_path: Path) -> None:
         for site in here.sites:
             [log] = site.state.glob(f"*/{SENT_FILE}")
             assert verify_log(log).lines > 3
-            trained = [x for x in lines_of(log) if x["kind"] in ("train", "masked")]
+            trained = [x for x in read_entries(log) if x["kind"] in ("train", "masked")]
             assert trained
             assert all(x["parameters"] >= 650 for x in trained)
-            assert all(not x["parameters"] for x in lines_of(log) if x["kind"] in ("hello", "keys", "unmask"))
+            assert all(not x["parameters"] for x in read_entries(log) if x["kind"] in ("hello", "keys", "unmask"))
 
 
 def test_a_damaged_ledger_of_the_server_ends_the_run(tmp_path: Path) -> None:
@@ -453,7 +453,7 @@ def test_a_site_has_a_log_of_its_own_of_what_left_it(tmp_path: Path) -> None:
     assert here.serve() is Stop.DONE
     for site in here.sites:
         [file] = site.state.rglob(SENT_FILE)
-        sent = lines_of(file)
+        sent = read_entries(file)
         accepted = here.audit("accepted", client=site.client)
         assert [(x["kind"], x["round"], x["digest"]) for x in sent] == [
             (x["kind"], x["round"], x["digest"]) for x in accepted
@@ -462,7 +462,7 @@ def test_a_site_has_a_log_of_its_own_of_what_left_it(tmp_path: Path) -> None:
         assert {x["kind"] for x in sent if x["numbers"]} == {"train", "score"}
     client = here.clients()[0]
     assert ask(client, "train", b"", round=99)[0] == "refused"
-    last = lines_of(client._memory.folder / SENT_FILE)[-1]
+    last = read_entries(client._memory.folder / SENT_FILE)[-1]
     assert (last["status"], last["bytes"], last["round"]) == ("refused", 0, 99)
 
 

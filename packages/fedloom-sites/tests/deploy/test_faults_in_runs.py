@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from fedloom.errors import CheckpointError, ConfigError, FedloomError, RunDirError, Stop
 from fedloom.storage import disk
-from fedloom_sites.deploy.ops.status import status_of
+from fedloom_sites.deploy.ops.status import read_status
 from fedloom_sites.deploy.protocol.envelope import HEAD_RECORD
 from fedloom_sites.deploy.server.run import serve_run
 from fedloom_sites.deploy.setting_files import read_server, read_site
@@ -354,13 +354,13 @@ def test_a_full_disk_of_the_server(tmp_path: Path, whole: Scene, monkeypatch: py
         patch.setattr(disk, "hook", full(here.server.checkpoints, after=12))
         with pytest.raises(CheckpointError, match="the disk is full") as stop:
             here.serve()
-        found = status_of(here.server)
+        found = read_status(here.server)
         assert (found["state"], found["reason"]) == ("stopped", str(stop.value))
         patch.setattr(disk, "hook", full(here.server.checkpoints.parent))
         with pytest.raises(CheckpointError, match="the disk is full"):
             here.serve()
     assert here.serve() is Stop.DONE
-    assert status_of(here.server)["state"] == "done"
+    assert read_status(here.server)["state"] == "done"
     same(here, whole)
 
 

@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, Message
 import fedloom_sites.flower as ff
 from fedloom.errors import RunDirError
 from fedloom_sites.deploy.alarms import site_status
-from fedloom_sites.deploy.audit import Audit, lines_of, verify_log
+from fedloom_sites.deploy.audit import Audit, read_entries, verify_log
 from fedloom_sites.flower.records import VALUES_RECORD, write_values
 from tests.deploy.sessions import secured
 from tests.deploy.test_dishonest import Rogue
@@ -99,6 +99,6 @@ def test_a_page_shows_no_line_that_the_check_of_the_chain_takes_for_cut_off(tmp_
     path = tmp_path / "log.jsonl"
     Audit(path).write("x")
     path.write_bytes(path.read_bytes() + b'{x\r{"what": "accepted", "site": "forged"}\n')
-    known: list[dict[str, Any]] = lines_of(path)
+    known: list[dict[str, Any]] = read_entries(path)
     assert verify_log(path).lines == 2
     assert [one["what"] for one in known] == ["x"]

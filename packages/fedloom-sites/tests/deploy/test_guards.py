@@ -32,7 +32,7 @@ from fedloom_sites.deploy.protocol.envelope import (
 from fedloom_sites.deploy.protocol.rejected import RejectedReply
 from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.site.client import Client
-from fedloom_sites.deploy.site.local_data import federation_of
+from fedloom_sites.deploy.site.local_data import make_blank_federation
 from fedloom_sites.deploy.site.state import SiteState, StateGeneration
 from tests.deploy.grid import Clock, FakeGrid, wire
 from tests.deploy.scene import FIRST, Scene, changed, scene
@@ -297,7 +297,7 @@ def test_a_server_that_stays_away_is_a_sentence(
 def test_claimed_samples_cost_no_memory(here: Scene) -> None:  # 9
     """Every site says that it has as many as a site may, of each part; the server makes its run of that."""
     most = torch.full((here.server.clients, 3), here.server.examples_limit)
-    fed = federation_of(here.server.samples, most)
+    fed = make_blank_federation(here.server.samples, most)
     assert fed.sizes("test").tolist() == most[:, 2].tolist()
     assert sum(fed.parts[part].index.untyped_storage().nbytes() for part in DATA_PARTS) < 100
 

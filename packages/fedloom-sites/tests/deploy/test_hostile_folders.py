@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from fedloom.errors import ConfigError, FedloomError, Stop
 from fedloom.lab.cli import app
 from fedloom.rows.channels import GaussianNoise
-from fedloom_sites.deploy.ops.status import status_lines, status_of, status_table
+from fedloom_sites.deploy.ops.status import read_status, status_lines, status_table
 from fedloom_sites.deploy.secure.pending import PendingSum, PendingSums
 from fedloom_sites.deploy.server.run import serve_run
 from fedloom_sites.deploy.setting_files import read_server
@@ -167,7 +167,7 @@ def test_every_fact_of_the_log_may_be_another(copy: Path, record_property: Any) 
                 server.audit.write_text("".join(json.dumps(line) + "\n" for line in facts))
                 tried += 1
                 try:
-                    status = status_of(server)
+                    status = read_status(server)
                     status_lines(status)
                     status_table(status)
                 except FedloomError as error:

@@ -34,13 +34,13 @@ from fedloom.rows.aggregators import PrivateMean
 from fedloom.version import __version__
 from fedloom_sites.deploy.noise import SharedMean
 from fedloom_sites.deploy.ops.check import check_site
-from fedloom_sites.deploy.ops.status import status_lines, status_of
+from fedloom_sites.deploy.ops.status import read_status, status_lines
 from fedloom_sites.deploy.protocol.envelope import (
     COMMON_FIELDS,
     PROTOCOL_VERSION,
     REQUEST_FIELDS,
     Kind,
-    digest_of,
+    digest_arrays,
     seal_message,
 )
 from fedloom_sites.deploy.secure import integers, opened, shares, vectors
@@ -52,7 +52,7 @@ from fedloom_sites.deploy.secure.sums import MAX_ATTEMPTS
 from fedloom_sites.deploy.secure.terms import SessionTerms, check_summands, read_terms
 from fedloom_sites.deploy.secure.vectors import (
     MEAN_SCORES,
-    MIN_CLASS_SAMPLES,
+    MIN_SCORED_CLASS_SAMPLES,
     NUMBERS_PER_SCORE,
     ScoreVector,
     UploadVector,
@@ -236,7 +236,7 @@ def test_a_sum_that_was_asked_for_is_told_by_a_threshold_of_its_sites(tmp_path: 
     plain = plain._replace(server=plain.server.with_(quorum=3))
     assert plain.serve(plain.grid(losing({(3, "train"): [4], (4, "train"): [4]}))) is Stop.DONE
     torch.testing.assert_close(here.model(), plain.model(), rtol=0, atol=1e4 * 2.0**-integers.RESOLUTION_BITS)
-    assert [s["accepted"] for s in status_of(here.server)["sites"]] == [4, 4, 4, 4, 2]
+    assert [s["accepted"] for s in read_status(here.server)["sites"]] == [4, 4, 4, 4, 2]
 
 
 def test_a_server_that_was_killed_after_a_sum_asks_no_site_for_it(
@@ -267,7 +267,7 @@ def test_a_sum_that_is_never_told_is_given_up_after_some_attempts(tmp_path: Path
     [line] = here.audit("given up")
     assert (line["round"], line["sites"]) == (2, [f"site-{k}" for k in range(5)])
     assert "the difference between the two sums would reveal individual uploads" in line["reason"]
-    assert status_of(here.server)["sites"][0]["accepted"] == 3
+    assert read_status(here.server)["sites"][0]["accepted"] == 3
     assert [w for w in here.summary()["warnings"] if "round 2 was abandoned" in w]
     scored = figures(pq.read_table(here.server.results / "metrics.parquet"), total=True)
     assert {k[0] for k in scored} == {0, 3, 4}  # those of round 1 are lost with the round, those of 2 would be the same
@@ -304,7 +304,7 @@ def test_a_given_up_round_costs_privacy(tmp_path: Path) -> None:
     assert here.serve() is Stop.DONE
     assert here.audit("given up", round=2)
     three = pytest.approx(epsilon(PrivateMean(**{**PRIVATE, "accountant": "rdp"}), 3))
-    assert status_of(here.server)["epsilon"] == three
+    assert read_status(here.server)["epsilon"] == three
     [ledger] = here.sites[0].state.rglob("ledger.jsonl")
     assert json.loads(ledger.read_text().splitlines()[-1])["epsilon"] == three
 
@@ -318,12 +318,12 @@ def test_a_given_up_round_changes_no_model(tmp_path: Path) -> None:
     less = secured(tmp_path / "less", flame, rounds=2)
     assert less.serve() is Stop.DONE
     assert torch.equal(here.model(), less.model())
-    assert status_of(here.server)["rounds"] == 3
+    assert read_status(here.server)["rounds"] == 3
 
 
 def test_what_a_site_remembers_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the sums it remembers the newest, and has no part in an older one."""
-    monkeypatch.setattr(opened, "REMEMBERED_SUMS", 2)
+    monkeypatch.setattr(opened, "MAX_REMEMBERED_SUMS", 2)
     here = secured(tmp_path, "fedavg", rounds=6)
     clients = here.clients()
     assert here.serve(here.grid(None, clients)) is Stop.DONE
@@ -420,7 +420,7 @@ def test_forged_and_replayed_keys_are_refused(tmp_path: Path) -> None:
             return super().push_messages(messages)
 
         def edit(self, message: Message) -> None:
-            from fedloom_sites.deploy.protocol.envelope import digest_of, seal_message
+            from fedloom_sites.deploy.protocol.envelope import digest_arrays, seal_message
 
             adverts = secure.read_adverts(arrays_of(message)[0])
             if int(message.content["head"]["round"]) == 1:
@@ -431,7 +431,7 @@ def test_forged_and_replayed_keys_are_refused(tmp_path: Path) -> None:
                 sealing=secure.derive_public_key(forger.sealing), masking=secure.derive_public_key(forger.masking)
             )
             data = secure.write_adverts([for_replay if self.replays else forged, *adverts[1:]])
-            head = dict(message.content["head"]) | {"digest": digest_of([data])}
+            head = dict(message.content["head"]) | {"digest": digest_arrays([data])}
             message.content = seal_message(head, [data])
 
         replays = False
@@ -468,7 +468,7 @@ def test_a_vector_out_of_range_costs_its_round_only(power: int, tmp_path: Path) 
     assert here.serve(here.grid(spoiling(2, slice(None), 1 << power))) is Stop.DONE
     [line] = here.audit("given up")
     assert "out of range" in line["reason"] or "below zero" in line["reason"]
-    assert [s["accepted"] for s in status_of(here.server)["sites"]] == [3] * 5
+    assert [s["accepted"] for s in read_status(here.server)["sites"]] == [3] * 5
     less = secured(tmp_path / "less", "fedavg", rounds=3)
     assert less.serve() is Stop.DONE
     assert torch.equal(here.model(), less.model())  # with full batches, one round less
@@ -582,7 +582,7 @@ def test_masked_scores_are_the_weighted_means_of_the_plain_run(name: str, sample
     assert {k for k in wanted if k[1] != "hybrid"} <= set(same)
     assert not [k for k in mine if k[3].endswith("/mean")], "two means with different weights isolate a site"
     assert {mine[k] for k in mine if k[3] == "loss/sites" and k[2] == "train"} == {5.0}
-    found = status_of(here.server)
+    found = read_status(here.server)
     assert {row["model"] for row in found["means"]} == {k[1] for k in same}
     assert [row for row in found["means"] if row["sites"] == 5]
     assert any("of 5 sites" in line for line in status_lines(found))
@@ -653,12 +653,12 @@ def test_the_recall_of_a_rare_class_is_in_no_sum(tmp_path: Path) -> None:
         ]
         seen.add(int(np.sum(encoded, dtype=np.uint64)))
     assert len(seen) == 2 ** len(sizes), "each sum is of one combination of recalls"
-    for count in (0, 1, MIN_CLASS_SAMPLES - 1, MIN_CLASS_SAMPLES):
+    for count in (0, 1, MIN_SCORED_CLASS_SAMPLES - 1, MIN_SCORED_CLASS_SAMPLES):
         y = torch.tensor([0] * 12 + [1] * count)
         there = SimpleNamespace(gather=lambda *_, y=y: (torch.arange(len(y)), None), targets=lambda _, y=y: y)
-        bits = ScoreVector(replace(job, eval_fed=there)).definable(0)
+        bits = ScoreVector(replace(job, eval_fed=there)).find_definable_figures(0)
         found = {name for k, (_, name) in enumerate(vector.figures) if bits >> k & 1}
-        assert ("recall[benign]" in found, "recall[malignant]" in found) == (count >= MIN_CLASS_SAMPLES, True)
+        assert ("recall[benign]" in found, "recall[malignant]" in found) == (count >= MIN_SCORED_CLASS_SAMPLES, True)
 
 
 def test_sums_with_different_weights_that_isolate_a_site_stay_closed() -> None:
@@ -706,7 +706,7 @@ def test_no_sum_of_scores_is_of_one_or_two_sites(tmp_path: Path) -> None:
     kinds = set()
     for (model, part, name), row in sums.items():
         if model == "global" and part in counts and name.startswith("recall"):
-            having = sum(int(count[int(name[7:-1])]) >= MIN_CLASS_SAMPLES for count in counts[part])
+            having = sum(int(count[int(name[7:-1])]) >= MIN_SCORED_CLASS_SAMPLES for count in counts[part])
             assert row[1] == (having if having >= 4 else 0), (part, name)
             assert any(row) == (having >= 4)
             kinds.add(having >= 4)
@@ -739,7 +739,7 @@ def test_figures_that_samples_define() -> None:
         there = SimpleNamespace(
             gather=lambda part, ids, y=y: (torch.arange(len(y)), None), targets=lambda index, y=y: y
         )
-        bits = ScoreVector(replace(job, eval_fed=there)).definable(0)
+        bits = ScoreVector(replace(job, eval_fed=there)).find_definable_figures(0)
         found = {name for k, (part, name) in enumerate(figures_of_data) if bits >> k & 1 and part == "test"}
         assert found & {*wanted} == names
 
@@ -805,11 +805,11 @@ def test_every_site_adds_its_share_of_the_noise(tmp_path: Path) -> None:
     assert abs(float(noise.var()) / variance - 1) < 5 * (2 / d) ** 0.5
     [central] = [r["value"] for r in here.simulate().table().to_pylist() if r["metric"] == "epsilon" and r["round"]]
     noise_of = PrivateMean(**{**PRIVATE, "accountant": "rdp"})
-    assert status_of(here.server)["epsilon"] == pytest.approx(epsilon(noise_of, 1))
-    assert status_of(here.server)["epsilon"] >= central - 1e-9
+    assert read_status(here.server)["epsilon"] == pytest.approx(epsilon(noise_of, 1))
+    assert read_status(here.server)["epsilon"] >= central - 1e-9
     alone = epsilon(noise_of.with_(sigma=PRIVATE["sigma"] / 3**0.5), 1)  # two of three sites know their shares
-    assert status_of(here.server)["epsilon_sites"] == pytest.approx(alone)
-    assert f"{alone:.4g} against all other sites" in " ".join(status_lines(status_of(here.server)))
+    assert read_status(here.server)["epsilon_sites"] == pytest.approx(alone)
+    assert f"{alone:.4g} against all other sites" in " ".join(status_lines(read_status(here.server)))
     findings = " ".join(f.sentence for f in check_site(here.sites[0], offline=True))
     assert f"{alone:.3g} against all other sites" in findings
     for site in here.sites:
@@ -1135,7 +1135,7 @@ def told(here: Scene, kind: Kind, *arrays: bytes, **fields: Any) -> tuple[str, s
     head = {name: blank[type_] for name, type_ in (COMMON_FIELDS | REQUEST_FIELDS[kind]).items()}
     head |= {"protocol": PROTOCOL_VERSION, "release": __version__, "experiment": here.server.fingerprint, "kind": kind}
     message = Message(
-        seal_message(head | {"digest": digest_of(arrays)} | fields, arrays), dst_node_id=1, message_type="query"
+        seal_message(head | {"digest": digest_arrays(arrays)} | fields, arrays), dst_node_id=1, message_type="query"
     )
     answer = here.clients()[0].answer(message).content["head"]
     return str(answer["status"]), str(answer["reason"])
@@ -1221,7 +1221,7 @@ def test_a_result_that_is_not_finite_is_a_neutral_upload(
     if ends is Stop.DONE:
         [line] = here.audit("neutral uploads")
         assert told in line["reason"]
-        assert any(told in sentence for sentence in status_lines(status_of(here.server)))
+        assert any(told in sentence for sentence in status_lines(read_status(here.server)))
     else:
         assert told in here.summary()["detail"]
         assert "a sum needs 3 others, so no site decrypts it" in here.summary()["detail"]

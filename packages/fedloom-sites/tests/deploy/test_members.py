@@ -23,7 +23,7 @@ from fedloom.lab.experiment import parse
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.version import __version__
 from fedloom_sites.deploy import setting_files
-from fedloom_sites.deploy.audit import SENT_FILE, lines_of
+from fedloom_sites.deploy.audit import SENT_FILE, read_entries
 from fedloom_sites.deploy.ops import amend as amendments
 from fedloom_sites.deploy.ops import keys, members
 from fedloom_sites.deploy.ops.amend import rotate, upgrade
@@ -157,9 +157,9 @@ def test_new_keys_and_a_patch_release_within_an_experiment_change_no_bit(
     assert serve_run(grid(ready, range(3)), read(ready), lambda _: None) is Stop.DONE
     models = [load_file(read(folder).results / "global.safetensors")["rows"] for folder in (whole, ready)]
     torch.testing.assert_close(*models, rtol=0, atol=0)
-    log = lines_of(read(ready).audit)
+    log = read_entries(read(ready).audit)
     assert [x["round"] for x in log if x["what"] == "accepted" and x["site"] == "site-1" and x["kind"] in ROUND] == [
-        x["round"] for x in lines_of(read(whole).audit)
+        x["round"] for x in read_entries(read(whole).audit)
         if x["what"] == "accepted" and x["site"] == "site-1" and x["kind"] in ROUND
     ]  # fmt: skip
 
@@ -248,7 +248,7 @@ def test_a_site_joins_later_and_training_goes_on_from_the_last_model(ready: Path
     start = torch.cat([t.flatten() for t in load_file(ready / "server" / "weights.safetensors").values()])
     assert torch.equal(start.sort().values, last.sort().values)
     assert serve_run(grid(ready, range(4)), server, lambda _: None) is Stop.DONE
-    log = lines_of(server.audit)
+    log = read_entries(server.audit)
     assert {x["site"] for x in log if x["what"] == "accepted"} == {"site-0", "site-1", "site-2", "new"}
     document = tomllib.loads((ready / "server" / "experiment.toml").read_text())
     assert document["method"][0]["rounds"] == 2
@@ -360,13 +360,13 @@ def test_a_further_site_gets_the_folders_of_the_deployment(tmp_path: Path) -> No
 
 def test_a_server_that_adds_a_site_by_itself_learns_nothing(ready: Path) -> None:
     """The sites stay with their agreement: they answer no message of another one, and nothing of them leaves."""
-    files = {p: len(lines_of(p)) for p in ready.glob(f"sites/*/state/*/{SENT_FILE}")}
+    files = {p: len(read_entries(p)) for p in ready.glob(f"sites/*/state/*/{SENT_FILE}")}
     apply(ready, add(ready, "new", Location()), approving=())
     assert serve_run(grid(ready, range(4)), read(ready), lambda _: None) is Stop.TOO_FEW
-    fresh = [line for p, n in files.items() for line in lines_of(p)[n:]]
+    fresh = [line for p, n in files.items() for line in read_entries(p)[n:]]
     assert fresh
     assert {(line["status"], line["bytes"], line["numbers"]) for line in fresh} == {("refused", 0, 0)}
-    reasons = {x["reason"] for x in lines_of(read(ready).audit) if x["what"] == "rejected"}
+    reasons = {x["reason"] for x in read_entries(read(ready).audit) if x["what"] == "rejected"}
     assert reasons
     assert all("experiment is" in reason for reason in reasons)
     assert all(
@@ -382,9 +382,9 @@ def test_a_key_that_a_server_slips_into_its_own_list_gets_nothing(trained: tuple
     forged = read_server(change.folder / "server" / "server.toml")
     old = read(ready)
     rogue = old.with_(clients=4, sites=forged.sites, secure=forged.secure, quorum=3, checkpoints=ready / "rogue")
-    files = {p: len(lines_of(p)) for p in ready.glob(f"sites/*/state/*/{SENT_FILE}")}
+    files = {p: len(read_entries(p)) for p in ready.glob(f"sites/*/state/*/{SENT_FILE}")}
     assert serve_run(grid(ready, range(3)), rogue, lambda _: None) is Stop.TOO_FEW
-    fresh = [line for p, n in files.items() for line in lines_of(p)[n:]]
+    fresh = [line for p, n in files.items() for line in read_entries(p)[n:]]
     assert not [line for line in fresh if line["kind"] in ("shares", "masked", "unmask") and line["status"] == "ok"]
 
 
@@ -513,7 +513,7 @@ def test_nothing_trains_before_the_run_is_approved(ready: Path) -> None:
     for path in ready.glob("sites/*/site.toml"):
         path.write_text(tomli_w.dumps(tomllib.loads(path.read_text()) | {"approval": True}))
     assert serve_run(grid(ready, range(3)), read(ready), lambda _: None) is Stop.TOO_FEW
-    rejected = [x["reason"] for x in lines_of(read(ready).audit) if x["what"] == "rejected"]
+    rejected = [x["reason"] for x in read_entries(read(ready).audit) if x["what"] == "rejected"]
     assert any("has not approved run" in reason and reason.endswith("--digest DIGEST") for reason in rejected)
     for path in ready.glob("sites/*/site.toml"):
         shown = CliRunner().invoke(app, ["deploy", "approve", str(path.parent)])

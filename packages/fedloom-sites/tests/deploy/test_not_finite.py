@@ -21,7 +21,7 @@ import fedloom_sites.flower as ff
 from fedloom.engine.clients import chunk
 from fedloom.errors import RunStopped, Stop
 from fedloom.local.rows import rebuild_rows
-from fedloom_sites.deploy.ops.status import status_of
+from fedloom_sites.deploy.ops.status import read_status
 from fedloom_sites.deploy.secure import integers
 from fedloom_sites.deploy.site.trainer import Trainer
 from fedloom_sites.transport import node as node_module
@@ -96,7 +96,7 @@ def test_a_round_without_finite_uploads_ends_everywhere_alike(
         assert masked.serve() is Stop.DONE  # without the round whose sum stays closed
         [given_up] = masked.audit("given up")
         assert given_up["round"] == ROUND
-        assert [s["accepted"] for s in status_of(masked.server)["sites"]] == [ROUNDS - 1] * 5
+        assert [s["accepted"] for s in read_status(masked.server)["sites"]] == [ROUNDS - 1] * 5
 
 
 def test_sites_that_are_missing_may_still_have_finite_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from fedloom_sites.deploy.protocol.envelope import (
     COMMON_FIELDS,
     PROTOCOL_VERSION,
     STATUS_FIELDS,
-    digest_of,
+    digest_arrays,
     seal_message,
 )
 from fedloom_sites.deploy.secure.opened import read_checked
@@ -241,7 +241,7 @@ def test_a_question_is_refused_whatever_the_server_asks(tmp_path: Path) -> None:
         head = {
             "protocol": PROTOCOL_VERSION, "release": __version__, "experiment": here.sites[0].fingerprint, "kind":
                 "ask",
-            "round": 1, "client": 0, "nonce": b"0" * 16, "digest": digest_of([b"x"]),
+            "round": 1, "client": 0, "nonce": b"0" * 16, "digest": digest_arrays([b"x"]),
         }  # fmt: skip
         question = Message(seal_message(head, [b"x"]), dst_node_id=100, message_type="query", ttl=9.0)
         reply = dict(site.answer(question).content["head"])

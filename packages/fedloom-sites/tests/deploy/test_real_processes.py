@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 from fedloom.engine.simulate import simulate
 from fedloom.errors import Stop
 from fedloom.lab.experiment import read
-from fedloom_sites.deploy.audit import SENT_FILE, lines_of, verify_log
+from fedloom_sites.deploy.audit import SENT_FILE, read_entries, verify_log
 from fedloom_sites.deploy.ops.amend import rotate
 from fedloom_sites.deploy.ops.directory import Location, write_directory
 from fedloom_sites.deploy.ops.loopback import LoopbackDeployment, run_all
 from fedloom_sites.deploy.ops.members import accept_agreement
 from fedloom_sites.deploy.ops.plan import plan_deployment
 from fedloom_sites.deploy.ops.processes import ManagedProcesses, ProcessError
-from fedloom_sites.deploy.ops.status import status_of
+from fedloom_sites.deploy.ops.status import read_status
 from fedloom_sites.deploy.secure import integers
 from fedloom_sites.deploy.server.run import finished_reason, serve_run
 from fedloom_sites.deploy.setting_files import read_server, read_site, settings_text
@@ -55,12 +55,12 @@ def test_a_deployment_gives_what_a_simulation_gives(masked: bool, experiment: An
     known = simulate(one.methods[0].setting, one.partition(one.source.load(), one.head.seeds[0]))
     model = load_file(here.server.results / "global.safetensors")["rows"]
     torch.testing.assert_close(model, known.models.rows("global"), rtol=0, atol=1e-8)
-    assert verify_log(here.server.audit).lines == len(lines_of(here.server.audit))
+    assert verify_log(here.server.audit).lines == len(read_entries(here.server.audit))
     for site in here.sites.values():
         [log] = site.state.glob(f"*/{SENT_FILE}")
         assert verify_log(log).lines
-        assert KINDS[masked] <= {line["kind"] for line in lines_of(log)}
-        assert not (KINDS[not masked] - KINDS[masked]) & {line["kind"] for line in lines_of(log)}
+        assert KINDS[masked] <= {line["kind"] for line in read_entries(log)}
+        assert not (KINDS[not masked] - KINDS[masked]) & {line["kind"] for line in read_entries(log)}
 
 
 @pytest.mark.slow
@@ -77,13 +77,13 @@ def test_a_stop_new_keys_and_a_new_certificate_between_two_runs(masked: bool, ex
 
     def show(line: str) -> None:
         said.append(line)
-        if status_of(read_server(folder / "server" / "server.toml"))["rounds"] >= 1:
+        if read_status(read_server(folder / "server" / "server.toml"))["rounds"] >= 1:
             call("deploy", "stop", folder)
 
     with pytest.raises(ProcessError):
         run_all(folder, show)
     server = read_server(folder / "server" / "server.toml")
-    stopped = status_of(server)
+    stopped = read_status(server)
     assert (stopped["state"], stopped["rounds"] < 3) == ("stopped", True), said
     call("deploy", "stop", folder, "--undo")
     change = rotate(folder, "site-1")
@@ -97,7 +97,7 @@ def test_a_stop_new_keys_and_a_new_certificate_between_two_runs(masked: bool, ex
     assert server.certificate.read_bytes() != before
     here = run_all(folder, said.append)
     assert finished_reason(here.server) is Stop.DONE, said
-    log = [x for x in lines_of(here.server.audit) if x["what"] == "accepted" and x["kind"] in ("train", "masked")]
+    log = [x for x in read_entries(here.server.audit) if x["what"] == "accepted" and x["kind"] in ("train", "masked")]
     assert {x["site"]: [y["round"] for y in log if y["site"] == x["site"]] for x in log} == {
         name: [1, 2, 3] for name in ("site-0", "site-1", "site-2")
     }
@@ -131,9 +131,9 @@ def test_a_masked_run_without_a_site_that_was_killed(experiment: Any, tmp_path: 
         here.run(tell)
     assert any("round 1/2: 4 of 4 accepted" in line for line in said), said
     assert any("round 2/2: 3 of 4 accepted" in line for line in said), said
-    kinds = {x["kind"] for x in lines_of(here.server.audit) if x["what"] == "accepted"}
+    kinds = {x["kind"] for x in read_entries(here.server.audit) if x["what"] == "accepted"}
     assert kinds == {"hello", "keys", "shares", "masked", "count", "tally", "unmask"}
-    [row] = [row for row in status_of(here.server)["means"] if row["model"] == "personal"]
+    [row] = [row for row in read_status(here.server)["means"] if row["model"] == "personal"]
     assert (row["round"], row["sites"]) == (2, 3)
 
     plain = tmp_path / "plain"

@@ -35,7 +35,7 @@ from fedloom_sites.deploy.protocol.envelope import (
     COMMON_FIELDS,
     PROTOCOL_VERSION,
     REQUEST_FIELDS,
-    digest_of,
+    digest_arrays,
     seal_message,
 )
 from fedloom_sites.deploy.protocol.public import PublicReason, check_private, publish_reasons
@@ -348,7 +348,7 @@ def transcripts(
                 head = {name: blank[type_] for name, type_ in (COMMON_FIELDS | REQUEST_FIELDS[kind]).items()}
                 head |= {"protocol": PROTOCOL_VERSION, "release": __version__, "experiment": here.server.fingerprint}
                 known = {name: value for name, value in fields.items() if name in head}
-                content = seal_message(head | {"kind": kind, "digest": digest_of(arrays)} | known, arrays)
+                content = seal_message(head | {"kind": kind, "digest": digest_arrays(arrays)} | known, arrays)
                 with recorded(client.site.state) as files:
                     reply = client.reply(content)
                 answer = [array.data for array in reply["arrays"].values()]  # type: ignore[union-attr]
@@ -515,7 +515,7 @@ def test_a_model_that_makes_the_uploads_of_all_sites_but_one_too_long(
         for name in ("_fed", "fed"):
             client.trainer.__dict__[name] = replace(fed, data=replace(fed.data, x=x))
     if not is_checked:
-        monkeypatch.setattr(trainer_module, "shorten_upload", lambda *_: (None, False))
+        monkeypatch.setattr(trainer_module, "clip_upload", lambda *_: (None, False))
     job, down = rogue.trainer.job, rogue.first_download()[0]
     fed = rogue.sites[single].trainer.fed
     brightest = float((fed.fetch(fed.indices("train", single)).reshape(-1, 64).double() @ bright).max())

@@ -17,7 +17,7 @@ from fedloom.analyses.importance import PooledImportance
 from fedloom.lab.cli import app
 from fedloom_sites.deploy import alarms
 from fedloom_sites.deploy.alarms import ALARM_ENTRY, MAX_REFUSALS, MAX_REPEATS, MAX_SESSIONS, Alarms, site_status
-from fedloom_sites.deploy.audit import SENT_FILE, lines_of, verify_log
+from fedloom_sites.deploy.audit import SENT_FILE, read_entries, verify_log
 from fedloom_sites.deploy.rehearsal import copies, messages, samples, sums
 from fedloom_sites.deploy.rehearsal.copies import RehearsedSite
 from fedloom_sites.deploy.rehearsal.outcomes import AttackOutcome
@@ -208,7 +208,7 @@ def test_the_command(ready: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert shown["open"] == ["single upload"]
     assert {*shown["attacks"][0]} == {"attack", "verdict", "tried", "learned", "rule"}
     assert "1 of 1 attacks are OPEN: single upload" in result.stderr
-    monkeypatch.setattr(samples, "protection_of_upload", lambda _: "noise")
+    monkeypatch.setattr(samples, "describe_protection", lambda _: "noise")
     result = CliRunner().invoke(app, ["deploy", "rehearse", str(folder)])
     assert result.exit_code == 0, result.output
     assert "single upload" in result.stdout
@@ -230,7 +230,7 @@ def test_refused_and_repeated_messages_raise_alarms_that_grow_rarer(tmp_path: Pa
     for k in range(4 * (MAX_REFUSALS + 1)):
         rogue().exchange(0, "score", round=10**6 + k)
     log = site.folder / SENT_FILE
-    raised = [line["reason"] for line in lines_of(log) if line["what"] == ALARM_ENTRY]
+    raised = [line["reason"] for line in read_entries(log) if line["what"] == ALARM_ENTRY]
     assert [text.partition(" of the")[0] for text in raised] == [f"ALARM: this site rejected {n}" for n in (3, 6, 12)]
     for _ in range(MAX_REPEATS + 1):
         rogue().exchange(0, "keys", round=1, session=b"1" * 16)

@@ -32,7 +32,7 @@ def ready(clients: Collection[int], threshold: int) -> tuple[dict[int, Site], se
     sites = {c: Site(c) for c in clients}
     adverts = [s.advert for s in sites.values()]
     secure.check_adverts(NAME, adverts, {c: s.signing.public_key() for c, s in sites.items()})
-    return sites, secure.session_of(NAME, threshold, adverts)
+    return sites, secure.build_session(NAME, threshold, adverts)
 
 
 def held(sites: dict[int, Site], session: secure.Session, peers: Collection[int]) -> dict[int, dict[int, bytes]]:
@@ -210,7 +210,7 @@ def test_a_point_of_low_order_is_refused() -> None:
     """With it a common secret would be known to everybody."""
     sites, session = ready(range(2), 2)
     weak = sites[1].advert._replace(masking=bytes(32))
-    session = secure.session_of(NAME, 2, [sites[0].advert, weak])
+    session = secure.build_session(NAME, 2, [sites[0].advert, weak])
     with pytest.raises(Refused, match="an advertised key is not an X25519 public key"):
         secure.mask_vector(session, bound(session, [0, 1]), 0, sites[0].secrets, range(2), np.zeros(1, dtype=np.uint64))
 

@@ -25,7 +25,7 @@ from fedloom_sites.deploy import apps
 from fedloom_sites.deploy.ops import keys
 from fedloom_sites.deploy.ops import run as service
 from fedloom_sites.deploy.ops.processes import free_port
-from fedloom_sites.deploy.ops.status import status_lines, status_of, status_table, summarize_clients
+from fedloom_sites.deploy.ops.status import read_status, status_lines, status_table, summarize_clients
 from fedloom_sites.deploy.server import run as deployed
 from fedloom_sites.deploy.server.run import finished_hint, serve_run
 from fedloom_sites.deploy.setting_files import settings_text
@@ -50,11 +50,11 @@ def faulty(here):
 
 def test_before_while_and_after(tmp_path):
     here = scene(tmp_path, "fedavg", **SMALL)
-    assert status_of(here.server)["state"] == "not started"
+    assert read_status(here.server)["state"] == "not started"
     assert not here.server.audit.exists()
     assert faulty(here) is Stop.DONE
     with lock(here.server.checkpoints):  # nothing waits for a server at work
-        found = status_of(here.server)
+        found = read_status(here.server)
     assert (found["state"], found["rounds"], found["planned"], found["epsilon"]) == ("done", 4, 4, None)
     assert found["round_seconds"]["last"] > 0
     [good, bad, lost] = found["sites"]
@@ -86,13 +86,13 @@ def test_a_killed_server_and_a_log_that_is_being_written(tmp_path):
     lines = here.server.audit.read_bytes().splitlines(keepends=True)
     here.server.audit.write_bytes(b"".join(lines[:-1]) + lines[-1][:9])
     with lock(here.server.checkpoints):
-        assert status_of(here.server)["state"] == "running"
+        assert read_status(here.server)["state"] == "running"
     for number in (2**22 + 1, os.getpid()):  # the second is alive, as another one may be after a reboot
         (here.server.checkpoints / ".lock").write_text(f"{number} {os.uname().nodename}")
-        assert status_of(here.server)["state"] == "killed"
+        assert read_status(here.server)["state"] == "killed"
     newest = max(here.server.checkpoints.glob("checkpoint-*.json"))
     newest.write_bytes(newest.read_bytes()[:50])
-    assert 0 < status_of(here.server)["rounds"] <= 4  # the generation before stands in
+    assert 0 < read_status(here.server)["rounds"] <= 4  # the generation before stands in
 
 
 def test_a_round_that_was_played_twice_counts_once(tmp_path):
@@ -104,7 +104,7 @@ def test_a_round_that_was_played_twice_counts_once(tmp_path):
     for folder in [path for site in here.sites for path in site.state.iterdir() if path.is_dir()]:
         shutil.rmtree(folder)
     assert here.serve() is Stop.DONE
-    assert [s["accepted"] for s in status_of(here.server)["sites"]] == [4, 4, 4]
+    assert [s["accepted"] for s in read_status(here.server)["sites"]] == [4, 4, 4]
 
 
 def test_privacy_spent_is_that_of_the_accountant(tmp_path):
@@ -112,7 +112,7 @@ def test_privacy_spent_is_that_of_the_accountant(tmp_path):
     here = scene(tmp_path, "fedavg", **{**SMALL, "rounds": 3, "upload_transform": channel})
     assert here.serve() is Stop.DONE
     noise = GaussianNoise(**{k: v for k, v in channel.items() if k != "kind"}, accountant="rdp")
-    assert status_of(here.server)["epsilon"] == pytest.approx(epsilon(noise, 3))
+    assert read_status(here.server)["epsilon"] == pytest.approx(epsilon(noise, 3))
     [run] = read_runs([here.server.results])
     [spent] = [points for key, points in run.totals.items() if key.metric == "epsilon"]
     assert spent.value.tolist() == pytest.approx([epsilon(noise, t) for t in (0, 2, 3)])
@@ -134,7 +134,7 @@ def test_a_run_that_diverges_says_so_as_a_simulation_does(tmp_path):
 
     def look(node, message, reply):
         if message.content["head"]["round"] == 5:
-            found = status_of(here.server)
+            found = read_status(here.server)
             told.append((found["state"], found["reason"]))
         return reply
 
@@ -145,7 +145,7 @@ def test_a_run_that_diverges_says_so_as_a_simulation_does(tmp_path):
     sentence = line["reason"]
     assert known.detail.split(":")[0] == f"round {known.diverged}"
     assert told[0] == ("running", f"diverges: {sentence}")
-    found, [run] = status_of(here.server), here.summary()["runs"]
+    found, [run] = read_status(here.server), here.summary()["runs"]
     assert (found["state"], found["rounds"]) == ("diverged", 5)
     assert found["reason"].endswith(f"({sentence})")
     assert (run["status"], run["diverged"], run["rounds"]) == ("diverged", known.diverged, 5)
@@ -200,7 +200,7 @@ def test_the_command(tmp_path):
     assert "rounds: 4 of 4" in shown.output
     assert "site-2" in shown.output
     found = json.loads(CliRunner().invoke(app, ["deploy", "status", str(tmp_path), "--json"]).output)
-    assert found == json.loads(json.dumps(status_of(here.server))) | {"disk": found["disk"]}
+    assert found == json.loads(json.dumps(read_status(here.server))) | {"disk": found["disk"]}
     missing = CliRunner().invoke(app, ["deploy", "status", str(tmp_path / "nothing")])
     assert (missing.exit_code, "nothing does not exist. Pass" in missing.output) == (2, True)
 
@@ -242,7 +242,7 @@ def test_the_report_reads_results_as_a_run(tmp_path: Path):
     assert [(r.method, r.status, r.rounds) for r in run.summary.runs] == [("flame", "done", 4)]
     assert run.partitions[0].counts.shape == (3, 0)
     assert [len(points.round) for points in run.seconds.values()] == [4]
-    table = {r["site"]: r for r in status_of(here.server)["sites"]}
+    table = {r["site"]: r for r in read_status(here.server)["sites"]}
     assert {name: site.accepted for name, site in run.summary.sites.items()} == {
         n: r["accepted"] for n, r in table.items()
     }
@@ -268,7 +268,7 @@ def test_the_report_of_a_run_that_is_under_way_or_stopped(tmp_path):
 def test_the_node_of_every_site_stands_beside_its_name(tmp_path):
     here = scene(tmp_path, "fedavg", **SMALL)
     assert here.serve() is Stop.DONE
-    assert [row["node"] for row in status_table(status_of(here.server))] == [str(FIRST + c) for c in range(3)]
+    assert [row["node"] for row in status_table(read_status(here.server))] == [str(FIRST + c) for c in range(3)]
 
 
 @pytest.mark.parametrize(("days", "words"), [(29, "expires on"), (31, None), (-1, "expired on")])
@@ -280,7 +280,7 @@ def test_a_certificate_that_ends_soon_is_reported(days, words, tmp_path):
     for name, content in (("ca.crt", ca.pem()), ("server.crt", made.certificate)):
         (tmp_path / name).write_bytes(content)
     server = here.server.with_(ca=tmp_path / "ca.crt", certificate=tmp_path / "server.crt")
-    found = [line for line in status_lines(status_of(server)) if "certificate" in line]
+    found = [line for line in status_lines(read_status(server)) if "certificate" in line]
     assert len(found) == (words is not None)
     assert all(f"the server's certificate {words}" in line and "restart the superlink's unit" in line for line in found)
 
@@ -329,7 +329,7 @@ def test_the_service_starts_again_only_after_ends_that_a_start_can_change(stop, 
         path.write_text(ended.replace('"DONE"', f'"{stop.name}"'))
 
     monkeypatch.setattr(service.subprocess, "run", ends)
-    monkeypatch.setattr(service, "finished_reason", lambda _: None if stop.resumable or not path.exists() else stop)
+    monkeypatch.setattr(service, "finished_reason", lambda _: None if stop.is_resumable or not path.exists() else stop)
     code = service.main([str(tmp_path / "server.toml"), "flwr", "run"])
     again = {Stop.TOO_FEW, Stop.INTERRUPTED}
     assert code == (0 if stop.status == "done" else 1 if stop in again else service.FINAL_EXIT_CODE)

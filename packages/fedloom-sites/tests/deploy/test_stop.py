@@ -10,7 +10,7 @@ import torch
 
 from fedloom.errors import Stop
 from fedloom_sites.deploy.ops import run
-from fedloom_sites.deploy.ops.status import status_of
+from fedloom_sites.deploy.ops.status import read_status
 from fedloom_sites.deploy.server.run import stop_file
 from fedloom_sites.deploy.setting_files import read_server
 from tests.commands import call
@@ -22,12 +22,12 @@ def test_a_stopped_run_loses_no_round_and_resumes_to_the_same_model(tmp_path: Pa
     assert whole.serve() is Stop.DONE
 
     def stops(_node: int, _message: Any, reply: Any) -> Any:
-        if status_of(here.server)["rounds"] == 1:  # while the second one is computed
+        if read_status(here.server)["rounds"] == 1:  # while the second one is computed
             stop_file(here.server).write_bytes(b"")
         return reply
 
     assert here.serve(here.grid(stops)) is Stop.INTERRUPTED
-    status = status_of(here.server)
+    status = read_status(here.server)
     assert (status["state"], status["rounds"]) == ("stopped", 2)
     assert "fedloom deploy stop" in status["reason"]
     assert here.serve() is Stop.INTERRUPTED  # as long as the file is there, also after a restart of the service

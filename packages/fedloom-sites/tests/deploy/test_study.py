@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from fedloom.errors import ConfigError, RunDirError, Stop
 from fedloom.version import __version__
 from fedloom_sites.deploy import setting_files, snapshots
-from fedloom_sites.deploy.audit import lines_of
+from fedloom_sites.deploy.audit import read_entries
 from fedloom_sites.deploy.ops import amend
 from fedloom_sites.deploy.ops.amend import rotate, upgrade
 from fedloom_sites.deploy.ops.directory import Location, renew, write_directory
@@ -149,12 +149,12 @@ def test_a_trial_loses_no_round_and_gives_the_bits_of_a_quiet_one(
     play(folder, days, monkeypatch)
     models = [load_file(server_of(one).results / "global.safetensors")["rows"] for one in (quiet, folder)]
     assert torch.equal(*models)
-    log = [x for x in lines_of(server_of(folder).audit) if x["what"] == "accepted" and x["kind"] in ROUND]
+    log = [x for x in read_entries(server_of(folder).audit) if x["what"] == "accepted" and x["kind"] in ROUND]
     for site in SITES:
         assert [x["round"] for x in log if x["site"] == site] == list(range(1, days + 1))
-    refused = [x for x in lines_of(server_of(folder).audit) if x["what"] in ("rejected", "refused")]
+    refused = [x for x in read_entries(server_of(folder).audit) if x["what"] in ("rejected", "refused")]
     assert refused == []
-    known = [x for x in lines_of(server_of(folder).audit) if "snapshot of 2026-12-01" in str(x.get("reason"))]
+    known = [x for x in read_entries(server_of(folder).audit) if "snapshot of 2026-12-01" in str(x.get("reason"))]
     assert {x["site"] for x in known} == {*SITES}
 
 
@@ -163,7 +163,7 @@ def test_a_table_that_grows_stops_its_site_and_the_sentence_names_the_snapshot(t
     assert run(folder, 1) is Stop.TOO_FEW
     grow(folder / "sites" / "dorn" / "cohort.csv", 9, 5)
     run(folder, 3)
-    refused = [x for x in lines_of(server_of(folder).audit) if x.get("site") == "dorn" and "reason" in x]
+    refused = [x for x in read_entries(server_of(folder).audit) if x.get("site") == "dorn" and "reason" in x]
     assert any("fedloom deploy snapshot" in str(x["reason"]) for x in refused)
 
 

@@ -554,7 +554,7 @@ def test_a_kept_sum_of_an_earlier_version_is_summed_again(tmp_path: Path, monkey
         )
         for length in (4, 6)
     )  # fmt: skip
-    monkeypatch.setattr(sums, "_collected", lambda *_: new)
+    monkeypatch.setattr(sums, "_collect_masked_sum", lambda *_: new)
     weights = dict.fromkeys(range(5), (1.0,))
     for kept, length in ((old, 4), (old, 6)):  # the second one is of this version
         PendingSums(here.server.checkpoints).keep(kept)

@@ -37,7 +37,7 @@ from fedloom_sites.deploy.secure.terms import read_terms
 from fedloom_sites.deploy.server import run as server_run
 from fedloom_sites.deploy.settings import SecureSettings, Site
 from fedloom_sites.deploy.site.client import Client
-from fedloom_sites.deploy.site.local_data import federation_of
+from fedloom_sites.deploy.site.local_data import make_blank_federation
 from fedloom_sites.deploy.site.state import latest_models
 from tests.deploy.scene import FIRST, Scene, signing_key_of
 from tests.deploy.sessions import arrays_of, kind_of, secured
@@ -66,7 +66,7 @@ def check_equal(one: Scene, other: Scene) -> None:
 
 def blank(site: Site) -> Federation:
     """No samples at a site."""
-    return federation_of(site.samples, torch.zeros(site.clients, 3, dtype=torch.long))
+    return make_blank_federation(site.samples, torch.zeros(site.clients, 3, dtype=torch.long))
 
 
 def alarms_of(here: Scene, c: int) -> list[str]:
@@ -225,7 +225,7 @@ def test_sites_that_are_shown_different_vectors_have_no_common_session(tmp_path:
     name = secure.session_name(
         agreed.digest(here.server.fingerprint), 1, nonce, bytes.fromhex(read_terms(terms).download)
     )
-    session = secure.session_of(name, agreed.threshold, secure.read_adverts(adverts))
+    session = secure.build_session(name, agreed.threshold, secure.read_adverts(adverts))
     bound = secure.session_binding(session, read_terms(terms).digest, range(5))
     numbers = np.frombuffer(bytes_of[4][SIGNATURE_BYTES:], dtype="<u8") + np.uint64(1)
     second = signing_key_of(4).sign(relay.encode_vector_statement(bound, numbers.tobytes())) + numbers.tobytes()

@@ -171,7 +171,7 @@ def _taker(path, key):
     def take():
         line, _ = listener.accept()
         assert line.recv(len(HANDOVER_MAGIC) + len(key)) == HANDOVER_MAGIC + key
-        line.sendall(handover.SAME_SITE)
+        line.sendall(handover.SAME_SITE_REPLY)
         line.recv(8)
         line.close()
         listener.close()
@@ -319,7 +319,7 @@ def test_only_whole_messages_within_the_limit_from_this_user(tmp_path, owner, mo
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(str(path))
         line.sendall(HANDOVER_MAGIC + settings_digest(file) + (1 << 62).to_bytes(8, "big"))
-        assert handover.receive_bytes(line, 2) == handover.SAME_SITE + handover.ERROR_REPLY
+        assert handover.receive_bytes(line, 2) == handover.SAME_SITE_REPLY + handover.ERROR_REPLY
         assert b"at most" in handover.receive_sized(line)
     assert head(hand_over(file, content, owner.pid))["status"] == "ok"
     assert len(processes(file)) == 1

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from fedloom.formats import option
+from fedloom.formats import format_option
 from fedloom.lab.experiment import Plan
 from fedloom.lab.report import read_runs
 from fedloom.rundir import file_name
@@ -26,9 +26,9 @@ from fedloom.values import Value
 from fedloom_studies.reproduce import Recipe, TimeBudget
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.choices import chosen_experiment
-from fedloom_studies.reproduce.execute import Show, parse_closed_document
+from fedloom_studies.reproduce.execute import ShowProgress, parse_closed_document
 from fedloom_studies.reproduce.page import is_earlier_version
-from fedloom_studies.reproduce.summary import RecipeSummary, references_of_claims
+from fedloom_studies.reproduce.summary import RecipeSummary, collect_claim_references
 
 
 class Decision(Value):
@@ -76,14 +76,14 @@ def seeds_to_run(recipe: Recipe, summary: RecipeSummary, count: int) -> list[int
         recorded = summary.numbers.get(variant, {})
         seeds_known = {int(seed) for by_seed in recorded.values() for seed in by_seed}
         lacking |= {*wanted} - seeds_known
-        if any(ref not in recorded for ref in references_of_claims(recipe, document)):
+        if any(ref not in recorded for ref in collect_claim_references(recipe, document)):
             lacking |= {*wanted}
     return [seed for seed in wanted if seed in lacking]
 
 
 def add_seeds(
     recipe: Recipe, summary: RecipeSummary, seeds: list[int], out: Path, *, data_dir: Path | None = None,
-    workers: int | str = 1, budget: TimeBudget | None = None, show: Show,
+    workers: int | str = 1, budget: TimeBudget | None = None, show: ShowProgress,
 ) -> RecipeSummary | None:  # fmt: skip
     """Run a recorded summary's settings with more seeds, and return the summary with these seeds added.
 
@@ -156,6 +156,6 @@ def decision_rows(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tupl
     for one in experiments:
         summary = summaries.read_summary(results, one.recipe, "laptop")
         state = "done" if is_done(one, recipes[one.recipe], summary) else "open"
-        yield one.recipe, one.how, option(one.hours), str(len(one.claims)), state
+        yield one.recipe, one.how, format_option(one.hours), str(len(one.claims)), state
     for more in left:
         yield "-", more.why, "-", str(len(more.claims)), "left open"

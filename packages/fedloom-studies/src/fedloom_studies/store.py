@@ -19,7 +19,7 @@ RECORDS_FOLDER = Path(__file__).parent / "results"
 """Folder that contains the records in an installed package. In a checkout of the repository, they are in
 ``studies/results``."""
 CHECKOUT_FOLDER = Path("studies") / "results"
-NEW_RESULTS = Path("runs") / "results"
+NEW_RESULTS_FOLDER = Path("runs") / "results"
 """Folder for the records of users who have no checkout of the repository."""
 
 
@@ -34,17 +34,17 @@ def choose_folder(results: Path | None) -> Path:
     if results is not None or CHECKOUT_FOLDER.is_dir():
         check_folder(results or CHECKOUT_FOLDER)
         return results or CHECKOUT_FOLDER
-    if not NEW_RESULTS.is_dir() and RECORDS_FOLDER.is_dir():
-        draft = NEW_RESULTS.with_name(f".{NEW_RESULTS.name}.{secrets.token_hex(4)}")
+    if not NEW_RESULTS_FOLDER.is_dir() and RECORDS_FOLDER.is_dir():
+        draft = NEW_RESULTS_FOLDER.with_name(f".{NEW_RESULTS_FOLDER.name}.{secrets.token_hex(4)}")
         try:
             make_folder(draft)
             for file in RECORDS_FOLDER.iterdir():
                 write_atomic(draft / file.name, file.read_bytes())
             with suppress(OSError):  # another process has created the folder
-                draft.rename(NEW_RESULTS)
+                draft.rename(NEW_RESULTS_FOLDER)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-    return NEW_RESULTS
+    return NEW_RESULTS_FOLDER
 
 
 def read_records_of_file(file: Path) -> Iterator[dict[str, Any]]:

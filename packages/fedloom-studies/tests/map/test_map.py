@@ -55,7 +55,7 @@ from fedloom_studies.map.page import map_pages, verdict_table
 from fedloom_studies.map.records import (
     DONE_STATUS,
     FAILED_STATUS,
-    NOT_APPLICABLE,
+    NOT_APPLICABLE_STATUS,
     REUSED_STATUS,
     CellRecord,
     Series,
@@ -69,7 +69,7 @@ from fedloom_studies.map.setups import (
     Cell,
     Protocol,
     Setup,
-    methods_of,
+    list_methods,
     read_setups,
     rule_cells,
     wider_heads,
@@ -623,7 +623,7 @@ def test_pooled_data_are_a_mark_and_no_advice() -> None:
 
 def test_the_table_has_a_row_per_run_and_the_reason_of_a_cell_without_one(tmp_path: Path) -> None:
     setup, records = FULL["iid"], {("iid", m): record(FULL["iid"], m, [0.5] * 5) for m in REFERENCE_METHODS[:2]}
-    records["iid", "fedbn"] = record(setup, "fedbn", [], status=NOT_APPLICABLE, reason="no norms", seeds={})
+    records["iid", "fedbn"] = record(setup, "fedbn", [], status=NOT_APPLICABLE_STATUS, reason="no norms", seeds={})
     files = dict(map_pages({"iid": setup}, records))
     table = pq.read_table(_file(tmp_path, files["map.parquet"]))
     assert table.num_rows == 5 + 5 + 1
@@ -717,19 +717,19 @@ def test_no_run_of_the_repository_at_equal_gradients_is_far_from_those_of_fedavg
 
 
 def test_methods_at_equal_gradients_are_those_of_the_rule() -> None:
-    methods = methods_of("gradients")
+    methods = list_methods("gradients")
     assert methods[:3] == ("local", "fedavg", "fedavg-ft")
     assert len({*methods}) == len(methods) == 3 + 15
     assert {*methods} <= REGISTRY.keys()
     assert {"fiaelt", "flame", "fedslr", "equitable-fl", "fedacs"} <= {*methods}
-    assert {*methods_of("rounds")} == REGISTRY.keys()
+    assert {*list_methods("rounds")} == REGISTRY.keys()
 
 
 @pytest.mark.parametrize("draw", range(4))
 def test_changes_at_equal_gradients_are_those_of_scipy_and_statsmodels_on_any_records(draw: int) -> None:
     rng, setup = np.random.default_rng(draw), FULL["labels"]
     first, second = dict[tuple[str, str], CellRecord](), dict[tuple[str, str], CellRecord]()
-    for m in methods_of("gradients"):
+    for m in list_methods("gradients"):
         means = (rng.uniform(0.55, 0.85) + rng.normal(0, 0.02, 5)).tolist()
         first["labels", m] = record(setup, m, means)
         if m not in ("fedavg", "local", "ifca"):
@@ -746,7 +746,7 @@ def test_changes_at_equal_gradients_are_those_of_scipy_and_statsmodels_on_any_re
     assert {r["mean"] for r in after if r["method"] == "fedavg"} == {
         r["mean"] for r in before if r["method"] == "fedavg"
     }
-    assert {*methods_of("gradients")} - both.changes.keys() == {"fedavg", "local", "ifca"}
+    assert {*list_methods("gradients")} - both.changes.keys() == {"fedavg", "local", "ifca"}
     assert both.repeated == ["ifca"]  # whose work is FedAvg's: what differs is no change of the work
 
 
@@ -1015,7 +1015,7 @@ def test_the_map_at_smoke_scale(here: Path, methods: tuple[str, ...]) -> None:
     found = read_records(RECORDS)
     wanted = {*methods, *REFERENCE_METHODS[:2]} if methods else REGISTRY.keys()
     assert found.keys() == {(setup, method) for setup in SMOKE for method in wanted}
-    refused = {key for key, r in found.items() if r.status == NOT_APPLICABLE}
+    refused = {key for key, r in found.items() if r.status == NOT_APPLICABLE_STATUS}
     assert refused == {("iid", "fedbn"), ("labels", "fedbn")}
     for key in found.keys() - refused:
         r = found[key]
@@ -1108,7 +1108,7 @@ def test_a_method_that_diverges_or_refuses_has_its_cell_with_the_reason(here: Pa
     found = read_records(RECORDS)
     assert found["iid", "mine:Half"].status == FAILED_STATUS
     assert "no trial completed" in found["iid", "mine:Half"].reason
-    assert found["iid", "mine:Refuses"].status in (NOT_APPLICABLE, FAILED_STATUS)
+    assert found["iid", "mine:Refuses"].status in (NOT_APPLICABLE_STATUS, FAILED_STATUS)
     assert "wants no such clients" in found["iid", "mine:Refuses"].reason
     called("--page", "map.md")
     assert "- `mine:Half` failed: no trial completed" in Path("map/iid.md").read_text()
@@ -1167,7 +1167,7 @@ def test_with_one_trial_every_method_runs_as_it_comes(here: Path, monkeypatch: p
     found = read_records(RECORDS)
     record = found["iid", "fedprox"]
     assert (record.status, record.chosen, [*map(tuple, record.trials)]) == (DONE_STATUS, {}, [({}, None)])
-    assert found["iid", "fedbn"].status == NOT_APPLICABLE
+    assert found["iid", "fedbn"].status == NOT_APPLICABLE_STATUS
     assert not list(Path("runs").rglob("tune-*"))
     plain = parse(Cell(one["iid"], "fedprox").document, "plain")
     (outcome,) = Plan(plain, Path("plain"), None).run(lambda _event: None, page=False)

@@ -23,16 +23,16 @@ from fedloom.errors import RunDirError
 from fedloom.lab.cli import app
 from fedloom.lab.experiment import parse
 from fedloom.lab.experiment.events import Event, Listener
-from fedloom.lab.tune.search import space_of
-from fedloom.rundir import label_of
+from fedloom.lab.tune.search import build_search_space
+from fedloom.rundir import get_label
 from fedloom_studies.reproduce import Recipe, estimate, read_recipe, read_recipes, reproduce
 from fedloom_studies.reproduce.choices import (
+    count_rounds,
     edge_keys,
     extend_grids,
+    make_search_document,
     method_candidates,
     open_methods,
-    rounds_of,
-    search_of,
 )
 from fedloom_studies.reproduce.execute import PROTOCOL_FILE, parse_closed_document
 from fedloom_studies.reproduce.recipe import RECIPE_SCALES, make_recipe, merge_tables
@@ -67,9 +67,9 @@ def test_a_search_has_the_recipes_grids_and_equal_trials_for_all_methods(name: s
         for document in ALL[name].make_documents(scale).values():
             if not open_methods(document, {}):
                 continue
-            search = parse_closed_document(search_of(document), name)
-            grids = {label_of(m): m["choose"] for m in document["method"] if "choose" in m}
-            assert {m.label: space_of(m, search.tune, "") for m in search.methods} == {
+            search = parse_closed_document(make_search_document(document), name)
+            grids = {get_label(m): m["choose"] for m in document["method"] if "choose" in m}
+            assert {m.label: build_search_space(m, search.tune, "") for m in search.methods} == {
                 label: {key: tuple(values) for key, values in sorted(g.items())} for label, g in grids.items()
             }
             assert {len(method_candidates(m)) for m in open_methods(document, {})} == {search.tune.trials}
@@ -81,13 +81,13 @@ def test_a_grid_is_not_that_of_a_method_called_as_its_algorithm() -> None:
         {"algorithm": "fedavg", "choose": {"local.lr": [0.1, 0.2]}},
         {"algorithm": "fedavg", "label": "other", "choose": {"server_lr": [1.0, 2.0]}},
     ]
-    search = parse_closed_document(search_of({**tiny().document, "method": methods}), "")
-    assert [list(space_of(m, search.tune, "")) for m in search.methods] == [["local.lr"], ["server_lr"]]
+    search = parse_closed_document(make_search_document({**tiny().document, "method": methods}), "")
+    assert [list(build_search_space(m, search.tune, "")) for m in search.methods] == [["local.lr"], ["server_lr"]]
 
 
 def test_an_estimate_counts_the_rounds_of_every_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     document = read_recipe("equitable-table2-mnist").make_documents("full")["MNIST"]
-    rounds = {label_of(m): rounds_of(document, m) for m in document["method"]}
+    rounds = {get_label(m): count_rounds(document, m) for m in document["method"]}
     assert rounds.pop("centralized") == 100  # of its own
     assert set(rounds.values()) == {25}
     monkeypatch.setattr(estimate, "_gradient_speed", lambda *_: 60.0)
@@ -106,14 +106,14 @@ def test_the_choice_is_the_best_score_of_plain_runs(whole: Any) -> None:
     for variant, document in grid().make_documents("full", [3]).items():
         assert list(done.choices[variant]) == ["fedavg", "ditto"]
         for method in open_methods(document, {}):
-            choice = done.choices[variant][label_of(method)]
+            choice = done.choices[variant][get_label(method)]
             scores = {}
             for text, table in method_candidates(method):
                 plain = {k: v for k, v in document.items() if k != "choose"}
                 made = parse({**plain, "method": [{"rounds": 3, **table}]})
                 fed = made.partition(made.source.load(), 3)
                 result = fl.simulate(made.methods[0].setting.with_(seed=3), fed)
-                models = ("global", "personal") if label_of(method) == "ditto" else ("global",)
+                models = ("global", "personal") if get_label(method) == "ditto" else ("global",)
                 values = [float(result.final(model, "accuracy", "validation").nanmean()) for model in models]
                 scores[text] = round(sum(values) / len(values), 6)
             assert list(choice["scores"].items()) == list(scores.items())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from small_recipe import TINY, tiny
 
-from fedloom.rundir import label_of
+from fedloom.rundir import get_label
 from fedloom_studies.reproduce import read_recipes, reproduce
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.choices import edge_keys, extend_grids, method_candidates
@@ -100,7 +100,7 @@ def test_recorded_searches_went_on_as_they_would_now(name: str) -> None:
         pytest.skip("the recipe has changed since it was run")
     for variant, document in ALL[name].make_documents("laptop").items():
         for label, kept in done.choices[variant].items():
-            own = tried([m for m in document["method"] if label_of(m) == label])
+            own = tried([m for m in document["method"] if get_label(m) == label])
             for _ in range(document["choose"]["extend"]):
                 scores = {text: kept["scores"][text] for text in kept["scores"] if text in own}
                 best = max(scores, key=lambda text: -1.0 if scores[text] is None else scores[text])
@@ -142,15 +142,15 @@ def test_in_a_fair_recipe_every_method_searches_its_own_options_in_spaces_of_equ
         sizes = {len(method_candidates(method)) for method in document["method"]}
         assert len(sizes) == 1, sizes
         assert sizes.pop() > 1
-        labels = {label_of(method) for method in document["method"]}
+        labels = {get_label(method) for method in document["method"]}
         assert set(ALL[name].paper.fixed) <= labels
         for method in document["method"]:
             keys = set(method["choose"])
-            assert {"local.lr", "lr"} & keys, label_of(method)
-            own = set(spaces.get(method["algorithm"], {})) | set(spaces.get(label_of(method), {})) - {"source"}
+            assert {"local.lr", "lr"} & keys, get_label(method)
+            own = set(spaces.get(method["algorithm"], {})) | set(spaces.get(get_label(method), {})) - {"source"}
             left = {key for key in own - {"source"} if not any(k.split(".")[-1] == key for k in keys)}
-            said = ALL[name].paper.fixed.get(label_of(method), "")
-            assert not left or said, f"{label_of(method)} does not search {left}, and the recipe does not say why"
+            said = ALL[name].paper.fixed.get(get_label(method), "")
+            assert not left or said, f"{get_label(method)} does not search {left}, and the recipe does not say why"
 
 
 def test_multiples_go_on_at_their_edges_as_numbers_do() -> None:
@@ -172,5 +172,5 @@ def test_sending_less_is_judged_only_where_thresholds_add_up_to_the_protocols(na
     if not any("sends less than" in claim.text or "less communication" in claim.text for claim in one.paper.claims):
         return
     for document in one.make_documents("laptop" if one.budget("laptop") else "full").values():
-        for method in (m for m in document["method"] if label_of(m) == "fedslr"):
+        for method in (m for m in document["method"] if get_label(m) == "fedslr"):
             assert document["rounds"] * method["lam"] == pytest.approx(0.1, rel=0.01)

@@ -18,8 +18,8 @@ from fedloom.lab.report import read_runs
 from fedloom_studies.others import page, sources
 from fedloom_studies.others.page import CellWord, name_cell, recipes_by_table, verdict_words
 from fedloom_studies.reproduce import read_recipes, reproduce
-from fedloom_studies.reproduce.cells import cells_of_table
-from fedloom_studies.reproduce.figures import Reference, unit, values_by_seed
+from fedloom_studies.reproduce.cells import make_table_cells
+from fedloom_studies.reproduce.figures import Reference, get_unit, values_by_seed
 from fedloom_studies.reproduce.page import is_earlier_version, last_summary
 from fedloom_studies.store import CHECKOUT_FOLDER
 
@@ -124,12 +124,12 @@ def test_the_figure_of_one_client_is_that_of_its_own_series(tmp_path: Path) -> N
     mean = values_by_seed(run, Reference.create("fedavg: global", "loss"))
     assert np.mean([by_seed[42] for by_seed in one]) == pytest.approx(mean[42])
     assert len({by_seed[42] for by_seed in one}) > 1
-    assert unit("accuracy/client-0").name == "%"
+    assert get_unit("accuracy/client-0").name == "%"
 
 
 def test_words_of_cells_say_how_far_they_are() -> None:
     heart = read_recipes()["flamby-heart"]
-    (cell, *_) = cells_of_table(
+    (cell, *_) = make_table_cells(
         heart, {"all": {"fedavg: global: accuracy/client-0": {"42": 0.7308, "43": 0.7308}}}, compare=True
     )
     named = {

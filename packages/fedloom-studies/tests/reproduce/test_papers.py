@@ -12,7 +12,7 @@ from small_recipe import FAR, NEAR, TINY, tiny, with_claim
 
 from fedloom.errors import ConfigError
 from fedloom.lab.report.charts.look import INK_COLORS
-from fedloom.rundir import label_of
+from fedloom.rundir import get_label
 from fedloom_studies.appendices import write_pages
 from fedloom_studies.others import page as others
 from fedloom_studies.reproduce import looks, papers, read_recipes, reproduce
@@ -136,7 +136,7 @@ def test_headline_claims_are_claims_of_the_recipes_they_name() -> None:
             for name, variant, text in (side for side in sides if len(side) > 1):
                 assert variant in known[name].variants
                 assert Reference.create(text, "accuracy").method in {
-                    label_of(m) for m in known[name].document["method"]
+                    get_label(m) for m in known[name].document["method"]
                 }
     of_papers = papers.select_papers(known)
     assert {sheet.name for sheet in read_paper_sections()} == {

@@ -10,7 +10,7 @@ from small_recipe import TINY, tiny
 
 from fedloom.errors import ConfigError
 from fedloom.lab.experiment import Plan
-from fedloom.rundir import label_of
+from fedloom.rundir import get_label
 from fedloom_studies.reproduce import TimeBudget, read_recipe, read_recipes, reproduce
 from fedloom_studies.reproduce.choices import chosen_experiment, first_candidate_experiment, method_candidates
 from fedloom_studies.reproduce.execute import parse_closed_document
@@ -37,7 +37,7 @@ def test_a_recipe_is_an_experiment_at_every_scale(name: str) -> None:
 def test_columns_and_claims_speak_of_methods_and_variants_of_the_recipe(name: str) -> None:
     one = ALL[name]
     both = [one, *(ALL[name] for name in (one.paper.rivals,) if name)]
-    methods = {label_of(m) for other in both for m in other.document["method"]}
+    methods = {get_label(m) for other in both for m in other.document["method"]}
     texts = [*one.paper.columns.values(), *(t for c in one.paper.claims for t in (c.subject, *c.than))]
     for reference in (Reference.create(text, one.paper.figure) for text in texts if isinstance(text, str)):
         assert reference.method in methods, reference
@@ -124,7 +124,7 @@ def test_every_recipe_runs_at_smoke_scale_on_digits(name: str, tmp_path: Path) -
     (numbers,) = done.numbers.values()
     paper = ALL[name].paper
     texts = [*paper.columns.values(), *(side for c in paper.claims for side in (c.subject, *c.than))]
-    own = {label_of(m) for m in ALL[name].document["method"]}  # the others are those of another record
+    own = {get_label(m) for m in ALL[name].document["method"]}  # the others are those of another record
     references = [Reference.create(text, paper.figure) for text in texts if isinstance(text, str)]
     stated = {str(reference) for reference in references if reference.method in own}
     lacking = ("factorised", "c_index")  # digits have no times to an event
@@ -148,7 +148,7 @@ def test_variants_scales_seeds_and_only_change_the_experiment() -> None:
     assert "rho" not in full["many"]["method"][1]
     assert full["many"]["partition"]["clients"] == 6
     assert laptop["few"]["seeds"] == [7]
-    assert [label_of(m) for m in laptop["few"]["method"]] == ["fedavg"]
+    assert [get_label(m) for m in laptop["few"]["method"]] == ["fedavg"]
     assert tiny().make_documents("full", seeds=[9])["few"]["seeds"] == [9]
     assert list(tiny().make_documents("smoke")) == ["few"]
     assert tiny().follows_paper("laptop", FULL)

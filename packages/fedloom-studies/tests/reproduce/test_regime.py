@@ -52,7 +52,9 @@ def test_fedacs_and_fedslr_are_judged_by_the_same_rule() -> None:
             for names in (row.published, row.fair):
                 cell = papers._claim_cell(KNOWN, RECORDED, sheet, row, names)
                 far = [n for n in names if is_different_regime(papers._paper_anchors(KNOWN, RECORDED, sheet, n))]
-                assert (cell.reason == looks.Untested.REGIME) == (bool(names) and len(far) == len(names)), row.text
+                assert (cell.reason == looks.UntestedReason.REGIME) == (bool(names) and len(far) == len(names)), (
+                    row.text
+                )
                 if far:
                     judged.setdefault(sheet.name, set()).update(far)
                     assert cell.recipe not in far or cell.number == ""

@@ -21,7 +21,7 @@ def test_a_record_that_is_put_while_the_recorded_ones_are_copied_stays(
     recorded, results = tmp_path / "recorded", tmp_path / "runs" / "results"
     recorded.mkdir()
     store.write_record(recorded / "papers.jsonl", {"recipe": "a", "minutes": 1}, KEY)
-    names = {"RECORDS_FOLDER": recorded, "NEW_RESULTS": results, "CHECKOUT_FOLDER": tmp_path / "none"}
+    names = {"RECORDS_FOLDER": recorded, "NEW_RESULTS_FOLDER": results, "CHECKOUT_FOLDER": tmp_path / "none"}
     for name, path in names.items():
         monkeypatch.setattr(store, name, path)
 

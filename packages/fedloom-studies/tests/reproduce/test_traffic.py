@@ -10,7 +10,7 @@ from fedloom.data.partitions import Iid
 from fedloom.engine.clients.messages import Messages
 from fedloom.local import Ctx, Work
 from fedloom.local.oracles import make_oracle
-from fedloom.tasks import task_of
+from fedloom.tasks import make_task
 from fedloom_studies.reproduce import read_recipe
 from fedloom_studies.reproduce.choices import first_candidate_experiment
 from fedloom_studies.reproduce.execute import parse_closed_document
@@ -32,7 +32,7 @@ def test_the_gigabytes_of_the_papers_table_are_those_of_its_methods_messages() -
     images = Dataset("random", torch.rand(10, 3, 32, 32), torch.arange(10), "classification", tuple("0123456789"))
     fed = Iid(clients=1, test=0.0, validation=0.0)(images, 0)
     module = plan.common.model.build((3, 32, 32), 10, 0, None)
-    oracle = make_oracle(module, task_of(images), fed)
+    oracle = make_oracle(module, make_task(images), fed)
     assert oracle.layout.d == 11_173_952  # 11.17 M in the table
     measured = {}
     for method in plan.methods:

@@ -26,9 +26,9 @@ from fedloom.lab.printing import print_texts
 from fedloom.lab.report.reading import read_runs
 from fedloom_studies.reproduce import reproduce
 from fedloom_studies.reproduce import summary as summaries
-from fedloom_studies.reproduce.cells import cells_of_table, position_in_range
+from fedloom_studies.reproduce.cells import make_table_cells, position_in_range
 from fedloom_studies.reproduce.choices import CHOICE_FILE, read_choices
-from fedloom_studies.reproduce.figures import Reference, unit, values_by_seed
+from fedloom_studies.reproduce.figures import Reference, get_unit, values_by_seed
 from fedloom_studies.reproduce.judge import JudgedClaim, judge_at_validation, judge_claims, smallest_printed_lead
 from fedloom_studies.reproduce.looks import DETECTION_PROBABILITY, FAILS, HOLDS, LOOK_LEVELS, PARTLY, UNDECIDED
 from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merge_tables, read_recipes
@@ -58,29 +58,31 @@ def test_a_cell_says_the_difference_in_its_unit_and_standard_errors() -> None:
 
 def test_figures_are_shown_in_units_that_people_use() -> None:
     for figure in ("accuracy", "common accuracy@mean", "accuracy/sigma", "train accuracy/weighted@validation"):
-        assert unit(figure).difference(-0.381, 0.0531) == "-38.1 ± 5.3 points"
-        assert unit(figure).write_words(-0.0067, 0.0039) == "0.67 ± 0.39 points lower than"
-        assert unit(figure).value(0.9498, 0.002) == "94.98 ± 0.20 %"
-    assert unit("samples_backward@to 0.7").difference(217_990, 157_510) == "+218\u202f000 ± 158\u202f000 gradients"
-    assert unit("samples_backward").write_words(math.log(0.5)) == "0.5 times as many gradients"
-    assert unit("bytes_up@to 0.7").write_words(math.log(2), math.log(1.25)) == "2 (1.6 to 2.5) times as many bytes"
-    assert unit("loss/variance").lead(math.log(1.2), math.nan) == "1.2 times"
-    assert unit("accuracy").lead(0.01, 0.005) == unit("accuracy").difference(0.01, 0.005)
+        assert get_unit(figure).difference(-0.381, 0.0531) == "-38.1 ± 5.3 points"
+        assert get_unit(figure).write_words(-0.0067, 0.0039) == "0.67 ± 0.39 points lower than"
+        assert get_unit(figure).value(0.9498, 0.002) == "94.98 ± 0.20 %"
+    assert get_unit("samples_backward@to 0.7").difference(217_990, 157_510) == "+218\u202f000 ± 158\u202f000 gradients"
+    assert get_unit("samples_backward").write_words(math.log(0.5)) == "0.5 times as many gradients"
+    assert get_unit("bytes_up@to 0.7").write_words(math.log(2), math.log(1.25)) == "2 (1.6 to 2.5) times as many bytes"
+    assert get_unit("loss/variance").lead(math.log(1.2), math.nan) == "1.2 times"
+    assert get_unit("accuracy").lead(0.01, 0.005) == get_unit("accuracy").difference(0.01, 0.005)
     for figure in ("loss/variance", "train loss@mean", "cd", "nmi", "accuracy/jain", "factorised"):
-        assert unit(figure).difference(0.3105) == "+0.3105"
-    assert unit("nonzeros").value(106_369.1, 46.813) == "106\u202f369 ± 47"
-    assert unit("accuracy").value(math.nan) == unit("cd").difference(math.nan) == "-"
+        assert get_unit(figure).difference(0.3105) == "+0.3105"
+    assert get_unit("nonzeros").value(106_369.1, 46.813) == "106\u202f369 ± 47"
+    assert get_unit("accuracy").value(math.nan) == get_unit("cd").difference(math.nan) == "-"
 
 
 def test_cells_are_means_over_seeds_beside_the_papers() -> None:
-    found = cells_of_table(tiny(), numbers(flame_personal=[0.8, 1.0, math.nan], fedavg_global=[0.5, 0.7]), compare=True)
+    found = make_table_cells(
+        tiny(), numbers(flame_personal=[0.8, 1.0, math.nan], fedavg_global=[0.5, 0.7]), compare=True
+    )
     a, b = found
     assert (a.column, a.mean, a.n, a.paper, a.paper_std) == ("a", 0.9, 2, 0.9, 0.01)
     assert a.std == pytest.approx(math.sqrt(0.02))
     assert a.verdict.startswith("within")
     assert (b.paper, b.verdict) == (None, "-")
-    assert cells_of_table(tiny(), numbers(fedavg_global=[0.5]), compare=True)[0].verdict == "not run"
-    assert {c.verdict for c in cells_of_table(tiny(), numbers(flame_personal=[0.8, 1.0]), compare=False)} == {"-"}
+    assert make_table_cells(tiny(), numbers(fedavg_global=[0.5]), compare=True)[0].verdict == "not run"
+    assert {c.verdict for c in make_table_cells(tiny(), numbers(flame_personal=[0.8, 1.0]), compare=False)} == {"-"}
 
 
 # --- claims

@@ -17,7 +17,7 @@ if sys.platform == "win32":
         "fedloom runs only on Linux and macOS. On Windows, install and run fedloom inside WSL (wsl --install)"
     )
 
-from fedloom.lazy import lazy_names, lister, make_getattr
+from fedloom.lazy import lazy_names, make_dir, make_getattr
 from fedloom.version import __version__
 
 if TYPE_CHECKING:
@@ -63,4 +63,4 @@ __all__ = ["__version__", *lazy_names(__name__)]
 
 __getattr__ = make_getattr(__name__, "methods are in fl.algorithms, models in fl.models", _RENAMED_NAMES)
 
-__dir__ = lister(__name__)
+__dir__ = make_dir(__name__)

@@ -26,7 +26,7 @@ from pydantic import Field
 from fedloom.engine.early_stop import EarlyStop as EarlyStop
 from fedloom.engine.records import Records
 from fedloom.engine.state import State
-from fedloom.lazy import import_display, lister
+from fedloom.lazy import import_display, make_dir
 from fedloom.values import Value
 
 if TYPE_CHECKING:
@@ -78,4 +78,4 @@ class History:
         return page
 
 
-__dir__ = lister(__name__)
+__dir__ = make_dir(__name__)

@@ -37,7 +37,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
-from fedloom.lazy import lister
+from fedloom.lazy import make_dir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,7 +55,7 @@ Entrance = Literal["python", "file", "command", "estimator", "flower"]
 _current: ContextVar[Entrance | None] = ContextVar("entrance", default=None)
 
 _KEY_PATTERN = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?(?: = (?P<value>(?:[^{}]|\{[^{}]*\})+))?\}")
-_FIRST_WORD = re.compile(r"[a-z]+(?=[ ,:]|$)")
+_FIRST_WORD_PATTERN = re.compile(r"[a-z]+(?=[ ,:]|$)")
 """Pattern of an ordinary word at the start of a message, as opposed to a key, an option or code."""
 
 PLAIN_KEYS = ("rounds", "seed", "client_weights", "name")
@@ -70,7 +70,7 @@ COMMAND_FLAGS = {"rounds": "--rounds", "engine.workers": "--workers"}
 
 
 @contextmanager
-def entered(entrance: Entrance) -> Iterator[bool]:
+def adapt_wording(entrance: Entrance) -> Iterator[bool]:
     """Adapt the wording of errors raised in the block to an entry point. Yield True if no other block surrounds it.
 
     The outermost entry point determines the wording. For example, if `compare` calls `simulate`, errors are worded so
@@ -89,13 +89,13 @@ def entered(entrance: Entrance) -> Iterator[bool]:
         _current.reset(token)
 
 
-def worded(text: str) -> str:
+def rewrite_keys(text: str) -> str:
     """Return text with the keys in braces rewritten in the notation of the current entry point.
 
-    >>> worded("set {local.momentum = 0}")
+    >>> rewrite_keys("set {local.momentum = 0}")
     'set local={"momentum": 0}'
-    >>> with entered("file"):
-    ...     worded("set {local.momentum = 0}"), worded("omit {attack}")
+    >>> with adapt_wording("file"):
+    ...     rewrite_keys("set {local.momentum = 0}"), rewrite_keys("omit {attack}")
     ('set [local] momentum = 0', 'omit [attack]')
     """
     write = _KEY_WRITERS[_current.get() or "python"]
@@ -108,7 +108,7 @@ def capitalize(text: str) -> str:
     >>> capitalize("set [local] lr"), capitalize("local.lr is too large"), capitalize("--out names a folder")
     ('Set [local] lr', 'local.lr is too large', '--out names a folder')
     """
-    return text[:1].upper() + text[1:] if _FIRST_WORD.match(text) else text
+    return text[:1].upper() + text[1:] if _FIRST_WORD_PATTERN.match(text) else text
 
 
 _COUNT_ADJECTIVES = (
@@ -162,7 +162,7 @@ def write_singular(text: str) -> str:
     return Note.create(sentence, text.rule) if isinstance(text, Note) else sentence
 
 
-def _python(table: str, key: str | None, value: str | None) -> str:
+def _write_python_key(table: str, key: str | None, value: str | None) -> str:
     if table == "method" and key:
         return f"{key} in the method" if value is None else f"{key}={value} in the method"
     if table == "partition" and key:
@@ -172,7 +172,7 @@ def _python(table: str, key: str | None, value: str | None) -> str:
     return f"{table}.{key}" if value is None else f'{table}={{"{key}": {value}}}'
 
 
-def _file(table: str, key: str | None, value: str | None) -> str:
+def _write_file_key(table: str, key: str | None, value: str | None) -> str:
     place = "[[method]]" if table == "method" else f"[{table}]"
     if table in PLAIN_KEYS:
         return table if value is None else f"{table} = {_toml(value)}"
@@ -181,8 +181,8 @@ def _file(table: str, key: str | None, value: str | None) -> str:
     return f"{place} {key}" if value is None else f"{place} {key} = {_toml(value)}"
 
 
-def _command(table: str, key: str | None, value: str | None) -> str:
-    text = _file(table, key, value)
+def _write_command_key(table: str, key: str | None, value: str | None) -> str:
+    text = _write_file_key(table, key, value)
     dotted = f"{table}.{key}" if key else table if table in PLAIN_KEYS else f"{table}.kind"
     if value is None or table in ("method", "partition", "data"):
         return text
@@ -191,27 +191,27 @@ def _command(table: str, key: str | None, value: str | None) -> str:
     return text if value.startswith(("{", "[")) else f"{text} (--set {dotted}={value.strip(QUOTE_CHARACTERS)})"
 
 
-def _estimator(table: str, key: str | None, value: str | None) -> str:
+def _write_estimator_key(table: str, key: str | None, value: str | None) -> str:
     name = ESTIMATOR_KEYS.get(f"{table}.{key}") or (table if key is None and table in ESTIMATOR_ARGUMENTS else None)
     if name is not None:
         return f"{name}={'' if value is None else value}"
     if table == "partition" and key == "clients":
         return f"clients={'' if value is None else value}"
     if table in ("method", "partition"):
-        return _python(table, key, value)
+        return _write_python_key(table, key, value)
     if key is None:
         return f'settings["{table}"]' if value is None else f'settings={{"{table}": {value}}}'
     return f'settings["{table}"]["{key}"]' if value is None else f'settings={{"{table}": {{"{key}": {value}}}}}'
 
 
-def _flower(table: str, key: str | None, value: str | None) -> str:
+def _write_flower_key(table: str, key: str | None, value: str | None) -> str:
     if table == "method" and key:
         return f"{key}={'' if value is None else value}"
     if table == "rounds":
         return f"num_rounds={'' if value is None else value}"
     if table == "partition":
         return "the number of nodes" if value is None else f"{value} nodes"
-    return _python(table, key, value)
+    return _write_python_key(table, key, value)
 
 
 def _toml(value: str) -> str:
@@ -228,11 +228,11 @@ def _option_lines(value: str) -> str:
 
 
 _KEY_WRITERS: Mapping[Entrance, Callable[[str, str | None, str | None], str]] = {
-    "python": _python,
-    "file": _file,
-    "command": _command,
-    "estimator": _estimator,
-    "flower": _flower,
+    "python": _write_python_key,
+    "file": _write_file_key,
+    "command": _write_command_key,
+    "estimator": _write_estimator_key,
+    "flower": _write_flower_key,
 }
 
 
@@ -250,19 +250,19 @@ class ConfigError(FedloomError, ValueError):
         message: description of the problem, its location and the given value.
         rule: id of the failed check, such as ``"cohort-too-small"``. The id is the same for every entry point and every
             release. The id is empty for errors that are not raised by the checks before the first round.
-        fix: advice that may contain keys in braces (see `worded`). The message ends with this advice, in the notation
-            of the entry point.
+        fix: advice that may contain keys in braces (see `rewrite_keys`). The message ends with this advice, in the
+            notation of the entry point.
     """
 
     def __init__(self, message: str, *, rule: str = "", fix: str = "") -> None:
         self.rule, self.fix = rule, fix
-        super().__init__(f"{message}. {capitalize(worded(fix))}" if fix else message)
+        super().__init__(f"{message}. {capitalize(rewrite_keys(fix))}" if fix else message)
 
-    def refixed(self, fix: str) -> Self:
+    def replace_fix(self, fix: str) -> Self:
         """Return the same error with different advice."""
         error, message = copy(self), str(self)
-        old = worded(self.fix)
-        error.args = (f"{message.removesuffix(old).removesuffix(capitalize(old))}{capitalize(worded(fix))}",)
+        old = rewrite_keys(self.fix)
+        error.args = (f"{message.removesuffix(old).removesuffix(capitalize(old))}{capitalize(rewrite_keys(fix))}",)
         error.fix = fix
         return error
 
@@ -396,7 +396,7 @@ class ClientError(CodeError):
         return type(self), (self.stage, self.round, self.clients, self.cause)
 
 
-def cause_of(error: BaseException) -> str:
+def describe_cause(error: BaseException) -> str:
     """Return a description of an unexpected error: its message and the last line of user code in its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [
@@ -409,7 +409,7 @@ def cause_of(error: BaseException) -> str:
     return f"{': '.join(filter(None, (type(error).__name__, str(error))))}{at}"
 
 
-def sentence_of(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return a description of an error as a single sentence.
 
     If another package raised the error, the description begins with the error's class.
@@ -436,7 +436,7 @@ def attribute_error(what: str, part: object, where: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.filename is not None:  # the message already names the file
             raise
-        raise CodeError(f"{what} {type(part).__name__} failed in {where}: {cause_of(error)}") from error
+        raise CodeError(f"{what} {type(part).__name__} failed in {where}: {describe_cause(error)}") from error
 
 
 @contextmanager
@@ -450,7 +450,7 @@ def report_exit() -> Iterator[None]:
         yield
     except SystemExit as end:
         raise CodeError(
-            f"code that the run called ended it: {cause_of(end)}. Raise a different exception there"
+            f"code that the run called ended it: {describe_cause(end)}. Raise a different exception there"
         ) from end
 
 
@@ -532,7 +532,7 @@ class Stop(Enum):
         return _STOP_STATUSES[self]
 
     @property
-    def resumable(self) -> bool:
+    def is_resumable(self) -> bool:
         """True if the same command can resume the run, because sites may still answer or a budget may be raised."""
         return self.status == "interrupted"
 
@@ -559,10 +559,10 @@ failure.
 """
 
 
-def exit_code_of(statuses: Iterable[str]) -> int:
+def choose_exit_code(statuses: Iterable[str]) -> int:
     """Return the exit code of a command for the statuses of its runs. A run that can be resumed takes precedence.
 
-    >>> exit_code_of(["done", "failed"]), exit_code_of(["failed", "interrupted"]), exit_code_of([])
+    >>> choose_exit_code(["done", "failed"]), choose_exit_code(["failed", "interrupted"]), choose_exit_code([])
     (1, 130, 0)
     """
     return max((EXIT_CODES[status] for status in statuses), default=0)
@@ -620,16 +620,16 @@ def direction_in(*names: object, hidden: bool = False) -> str:
         if match := re.search(f"[{_DIRECTION_MARKS}{_HIDDEN_MARKS if hidden else ''}]", name):
             does = "is invisible" if re.match(f"[{_HIDDEN_MARKS}]", match[0]) else "changes the direction of text"
             return (
-                f"'{printable(name)}' contains U+{ord(match[0]):04X}, which {does}, so the name looks like a different "
-                "name. Remove this character"
+                f"'{escape_controls(name)}' contains U+{ord(match[0]):04X}, which {does}, so the name looks like a "
+                "different name. Remove this character"
             )
     return ""
 
 
-def printable(text: object) -> str:
+def escape_controls(text: object) -> str:
     r"""Return text with escaped control characters, which could otherwise move a terminal's cursor or hide words.
 
-    >>> printable("a\x1b[2Jb")
+    >>> escape_controls("a\x1b[2Jb")
     'a\\x1b[2Jb'
     """
     return re.sub(
@@ -645,7 +645,7 @@ def escape_line(text: object) -> str:
     >>> escape_line("a\nb")
     'a\\nb'
     """
-    return printable(text).replace("\n", r"\n")
+    return escape_controls(text).replace("\n", r"\n")
 
 
-__dir__ = lister(__name__)
+__dir__ = make_dir(__name__)

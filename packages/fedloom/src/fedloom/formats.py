@@ -27,44 +27,44 @@ PERCENT_DECIMALS, PLAIN_DECIMALS = (1, 2), (0, 6)
 _THIN_SPACE = "\u202f"
 
 
-def significant(value: float, digits: int = 4) -> str:
+def format_significant(value: float, digits: int = 4) -> str:
     """Return a number with the given number of significant digits, in exponent notation if needed.
 
-    >>> significant(123456789.0, 3), significant(0.5), significant(0.123456)
+    >>> format_significant(123456789.0, 3), format_significant(0.5), format_significant(0.123456)
     ('1.23e8', '0.5', '0.1235')
     """
     return f"{value:.{digits}g}".replace("e+0", "e").replace("e+", "e")
 
 
-def rounded(value: float, digits: int = 5) -> float | None:
+def round_significant(value: float, digits: int = 5) -> float | None:
     """Return a number rounded to significant digits, or None if it is not finite."""
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
-def finite(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
     """Return a number as it is written to a file, or None if it is not finite."""
     return value if math.isfinite(value) else None
 
 
-def fixed(value: float, decimals: int, *, signed: bool = False) -> str:
+def format_fixed(value: float, decimals: int, *, signed: bool = False) -> str:
     r"""Return a number with a fixed number of decimals and thin spaces between thousands.
 
     ``signed`` adds a plus sign if the number is above 0.
 
-    >>> fixed(12345.678, 1), fixed(0.5, 2, signed=True), fixed(-0.5, 2, signed=True)
+    >>> format_fixed(12345.678, 1), format_fixed(0.5, 2, signed=True), format_fixed(-0.5, 2, signed=True)
     ('12\u202f345.7', '+0.50', '-0.50')
     """
     text = f"{value:,.{decimals}f}".replace(",", _THIN_SPACE)
     return f"+{text}" if signed and value > 0 else text
 
 
-def percent(share: float, decimals: int = 0, *, signed: bool = False) -> str:
+def format_percent(share: float, decimals: int = 0, *, signed: bool = False) -> str:
     """Return a fraction as a percentage.
 
-    >>> percent(0.3), percent(0.1234, 1)
+    >>> format_percent(0.3), format_percent(0.1234, 1)
     ('30 %', '12.3 %')
     """
-    return f"{fixed(100 * share, decimals, signed=signed)} %"
+    return f"{format_fixed(100 * share, decimals, signed=signed)} %"
 
 
 def write_total(value: float) -> str:
@@ -74,11 +74,11 @@ def write_total(value: float) -> str:
     ('99.9', '1\u202f234\u202f567', '2.5e9')
     """
     if abs(value) >= 1000 * MIN_EXPONENT_VALUE or abs(value) < 100:
-        return significant(value, 3)
-    return fixed(value, 0)
+        return format_significant(value, 3)
+    return format_fixed(value, 0)
 
 
-def interval(
+def format_interval(
     mean: float, half: float, decimals: tuple[int, int] = PLAIN_DECIMALS, *, signed: bool = False
 ) -> tuple[str, str]:
     """Return a mean and the half-width of its interval, both rounded to two significant digits of the half-width.
@@ -92,9 +92,9 @@ def interval(
         decimals: smallest and largest number of decimals to show.
         signed: True to put a plus sign before a mean above 0.
 
-    >>> interval(3.1695, 13.9), interval(0.123456, float("nan")), interval(7.856937935508588e15, 9e16)
+    >>> format_interval(3.1695, 13.9), format_interval(0.123456, float("nan")), format_interval(7.8569379e15, 9e16)
     (('3', '14'), ('0.1235', ''), ('7.86e15', '9e16'))
-    >>> interval(-1e-17, 2e-16, (1, 1), signed=True)
+    >>> format_interval(-1e-17, 2e-16, (1, 1), signed=True)
     ('0.0', '0.0')
     """
     if not math.isfinite(mean):
@@ -102,31 +102,31 @@ def interval(
     mean = 0.0 if abs(mean) < ZERO_TOLERANCE else mean
     plus = "+" if signed and mean > 0 else ""
     if max(abs(mean), abs(half) if math.isfinite(half) else 0.0) >= MIN_EXPONENT_VALUE:
-        return plus + significant(mean, 3), significant(half, 3) if math.isfinite(half) else ""
+        return plus + format_significant(mean, 3), format_significant(half, 3) if math.isfinite(half) else ""
     measured = math.isfinite(half) and half > 0
     places = min(max(_count_decimals(half, 2) if measured else _count_decimals(mean, 4), decimals[0]), decimals[1])
-    return plus + fixed(mean, places), fixed(half, places) if math.isfinite(half) else ""
+    return plus + format_fixed(mean, places), format_fixed(half, places) if math.isfinite(half) else ""
 
 
-def pair(mean: str, half: str) -> str:
+def format_pair(mean: str, half: str) -> str:
     """Return a mean and its half-width as a single text.
 
-    >>> pair("91.2", "0.4"), pair("91.2", "")
+    >>> format_pair("91.2", "0.4"), format_pair("91.2", "")
     ('91.2 ± 0.4', '91.2')
     """
     return f"{mean} ± {half}" if half else mean
 
 
-def factor(log: float, half: float) -> str:
+def format_factor(log: float, half: float) -> str:
     """Return a ratio with its interval as text, given the ratio's logarithm and the half-width of the log's interval.
 
     >>> import math
-    >>> factor(math.log(0.5), math.log(1.25)), factor(math.log(2), math.nan), factor(-math.inf, 0.0)
+    >>> format_factor(math.log(0.5), math.log(1.25)), format_factor(math.log(2), math.nan), format_factor(-math.inf, 0)
     ('0.5 (0.4 to 0.625) times', '2 times', '0 times')
 
     The interval is omitted if both of its ends round to the same value.
 
-    >>> factor(math.log(3.19), 1e-5)
+    >>> format_factor(math.log(3.19), 1e-5)
     '3.19 times'
     """
     if math.isnan(log):
@@ -137,18 +137,18 @@ def factor(log: float, half: float) -> str:
 
 
 def _factor_text(log: float) -> str:
-    return significant(math.exp(log) if log < 700 else math.inf, 3)
+    return format_significant(math.exp(log) if log < 700 else math.inf, 3)
 
 
-def p_value(p: float) -> str:
+def format_p_value(p: float) -> str:
     """Return a p value in the format that journals use.
 
-    >>> p_value(0.0213), p_value(0.00004), p_value(float("nan"))
+    >>> format_p_value(0.0213), format_p_value(0.00004), format_p_value(float("nan"))
     ('0.021', '< 0.001', '–')
     """
     if not math.isfinite(p):
         return UNKNOWN_DASH
-    return "< 0.001" if p < 0.001 else fixed(p, 3)
+    return "< 0.001" if p < 0.001 else format_fixed(p, 3)
 
 
 def shorten_list(names: Sequence[str], most: int) -> str:
@@ -186,34 +186,34 @@ def _fold_note(text: str, of_rounds: bool, rounds: Sequence[str]) -> str:
     return f"{first} (and in {more} more round{'s, the last of them' if more > 1 else ','} {rounds[-1]})"
 
 
-def duration(minutes: float) -> str:
+def format_duration(minutes: float) -> str:
     """Return a duration as text in seconds, minutes, hours or days.
 
-    >>> duration(3.2), duration(0.2), duration(200), duration(5000)
+    >>> format_duration(3.2), format_duration(0.2), format_duration(200), format_duration(5000)
     ('3 min', '12 s', '3 h', '3 days')
     """
     for unit, size in (("days", 60 * 24), ("h", 60), ("min", 1)):
         if minutes >= (2 * size if size > 1 else 1):
-            return f"{fixed(minutes / size, 0)} {unit}"
-    return f"{fixed(minutes * 60, 0)} s"
+            return f"{format_fixed(minutes / size, 0)} {unit}"
+    return f"{format_fixed(minutes * 60, 0)} s"
 
 
-def option(value: object, digits: int = 4) -> str:
+def format_option(value: object, digits: int = 4) -> str:
     """Return the value of an option as text. Numbers are rounded to a limited number of significant digits.
 
-    >>> option(0.1), option("auto"), option(1 / 3)
+    >>> format_option(0.1), format_option("auto"), format_option(1 / 3)
     ('0.1', 'auto', '0.3333')
     """
-    return significant(value, digits) if isinstance(value, float) else str(value)
+    return format_significant(value, digits) if isinstance(value, float) else str(value)
 
 
-def options(values: Mapping[str, object], digits: int = 4) -> str:
+def format_options(values: Mapping[str, object], digits: int = 4) -> str:
     """Return options as text on one line.
 
-    >>> options({"lr": 0.1, "steps": 3})
+    >>> format_options({"lr": 0.1, "steps": 3})
     'lr = 0.1, steps = 3'
     """
-    return ", ".join(f"{name} = {option(value, digits)}" for name, value in values.items())
+    return ", ".join(f"{name} = {format_option(value, digits)}" for name, value in values.items())
 
 
 def _count_decimals(value: float, digits: int) -> int:

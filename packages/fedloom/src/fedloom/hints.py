@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-from fedloom.errors import ConfigError, worded
-from fedloom.lazy import lister
+from fedloom.errors import ConfigError, rewrite_keys
+from fedloom.lazy import make_dir
 
 ALIAS_NAMES = {
     "learning_rate": "lr", "local_lr": "lr", "client_lr": "lr", "step_size": "lr",
@@ -114,16 +114,16 @@ Hint = Callable[[str, object], str]
 the key is unknown, the text is empty."""
 
 
-def nearest(got: object, allowed: Iterable[str]) -> str:
+def suggest_nearest(got: object, allowed: Iterable[str]) -> str:
     """Return the end of a sentence, which suggests the closest valid name or lists all valid names.
 
-    >>> nearest("fedporx", ["fedavg", "fedprox"])
+    >>> suggest_nearest("fedporx", ["fedavg", "fedprox"])
     "did you mean 'fedprox'? allowed: fedavg, fedprox"
-    >>> nearest("learning_rate", ["lr", "clients"])
+    >>> suggest_nearest("learning_rate", ["lr", "clients"])
     "did you mean 'lr'? allowed: clients, lr"
-    >>> nearest("LR", ["lr", "epochs"])
+    >>> suggest_nearest("LR", ["lr", "epochs"])
     "did you mean 'lr'? allowed: epochs, lr"
-    >>> nearest("flam", ["equitable-table2", "flame-figure2"])
+    >>> suggest_nearest("flam", ["equitable-table2", "flame-figure2"])
     "did you mean 'flame-figure2'? allowed: equitable-table2, flame-figure2"
     """
     names = sorted(allowed)
@@ -141,7 +141,7 @@ def nearest(got: object, allowed: Iterable[str]) -> str:
     return f"{hint} allowed: {', '.join(names)}".lstrip()
 
 
-def unknown(
+def unknown_name_error(
     what: str, got: object, allowed: Iterable[str], where: str = "", cure: str = "", rule: str = ""
 ) -> ConfigError:
     """Return the error for an unknown name.
@@ -152,9 +152,9 @@ def unknown(
     if new := find_new_name(got, names):
         return ConfigError(f"{place}unknown {what} {got!r}; its name is now {new!r}")
     cure = "" if ALIAS_NAMES.get(str(got)) in names else cure
-    message, fix = f"{place}unknown {what} {got!r}", cure or nearest(got, names)
+    message, fix = f"{place}unknown {what} {got!r}", cure or suggest_nearest(got, names)
     error = ConfigError(message, rule=rule, fix=fix)
-    error.args = (f"{message}; {worded(fix)}",)  # "did you mean" continues the sentence
+    error.args = (f"{message}; {rewrite_keys(fix)}",)  # "did you mean" continues the sentence
     return error
 
 
@@ -286,4 +286,4 @@ def _toml(value: object) -> str:
     return "..." if value is None else json.dumps(value, default=str)
 
 
-__dir__ = lister(__name__)
+__dir__ = make_dir(__name__)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fedloom.errors import ConfigError, cause_of
-from fedloom.hints import nearest
+from fedloom.errors import ConfigError, describe_cause
+from fedloom.hints import suggest_nearest
 from fedloom.trust import (
     IMPORT_PATH_PATTERN,
     OWN_PACKAGES,
@@ -33,8 +33,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = [
-    "IMPORT_PATH_PATTERN", "UserFunction", "find_class", "find_maker", "function", "import_object", "importable",
-    "is_path", "path_of", "source_of", "text_of",
+    "IMPORT_PATH_PATTERN",
+    "UserFunction",
+    "digest_source",
+    "find_class",
+    "find_import_path",
+    "find_maker",
+    "get_import_path",
+    "import_object",
+    "is_path",
+    "load_function",
+    "read_source_text",
 ]  # fmt: skip
 
 
@@ -68,11 +77,13 @@ def import_object(path: str, what: str, where: str = "") -> Any:
         cure = f"Correct the code of {module!r}" if lacks is None else f"Install {lacks!r}"
         if lacks is not None and f"{module}.".startswith(f"{lacks}."):
             cure = "Install the module, add its folder to PYTHONPATH, or run in its folder"
-        raise ConfigError(f"{place}{what} {path!r}: cannot import {module!r} ({cause_of(error)}). {cure}") from error
+        raise ConfigError(
+            f"{place}{what} {path!r}: cannot import {module!r} ({describe_cause(error)}). {cure}"
+        ) from error
     for part in name.split("."):
         if not hasattr(target, part):
             public = [entry for entry in vars(target) if not entry.startswith("_")]
-            raise ConfigError(f"{place}{what} {path!r}: {module!r} has no {part!r}; {nearest(part, public)}")
+            raise ConfigError(f"{place}{what} {path!r}: {module!r} has no {part!r}; {suggest_nearest(part, public)}")
         target = getattr(target, part)
         check_part(target, path, f"{place}{what}")
     return target
@@ -110,7 +121,7 @@ def find_class(path: str, what: str, base: type, where: str = "") -> Any:
     return target
 
 
-def importable(target: object) -> str | None:
+def find_import_path(target: object) -> str | None:
     """Return the import path of a class or function, or None if another process could not import the object."""
     module, name = getattr(target, "__module__", None) or "", getattr(target, "__qualname__", "")
     imported: Any = sys.modules.get(module)
@@ -122,7 +133,7 @@ def importable(target: object) -> str | None:
     return path
 
 
-def text_of(target: Any) -> str:
+def read_source_text(target: Any) -> str:
     """Return the source code of a function, or of a class and its base classes.
 
     If the source is not available, return the bytecode instead.
@@ -216,7 +227,7 @@ class UserFunction:
         return self.name.partition(" ")[0]
 
 
-def function(choice: Any, what: str) -> UserFunction:
+def load_function(choice: Any, what: str) -> UserFunction:
     """Return a function that is given either directly or by its import path.
 
     Raises:
@@ -232,9 +243,9 @@ def function(choice: Any, what: str) -> UserFunction:
         )
     if not callable(target):
         raise ConfigError(f"{what} must be an import path, package.module:name, or a function, got {choice!r}")
-    path = choice if is_path(choice) else importable(target)
+    path = choice if is_path(choice) else find_import_path(target)
     name = getattr(target, "__qualname__", type(target).__qualname__).rpartition(".")[2]
-    digest = hashlib.blake2b(text_of(target).encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(read_source_text(target).encode(), digest_size=8).hexdigest()
     if isinstance(target, type):
         try:
             target = target()
@@ -245,22 +256,22 @@ def function(choice: Any, what: str) -> UserFunction:
     return UserFunction(path or f"{name} {digest}", target)
 
 
-def path_of(definition: Any) -> str | None:
+def get_import_path(definition: Any) -> str | None:
     """Return the import path of a user-written class, or None if the class belongs to this distribution."""
     if definition.__module__.partition(".")[0] in OWN_PACKAGES:
         return None
     return f"{definition.__module__}:{definition.__qualname__}"
 
 
-def source_of(definition: object) -> str:
+def digest_source(definition: object) -> str:
     """Return 16 hexadecimal digits that identify the source of the user's module or, if there is no source, its code.
 
     If the code is part of fedloom, the text is empty.
     """
-    if path_of(definition) is None:
+    if get_import_path(definition) is None:
         return ""
     try:
         text = inspect.getsource(sys.modules[definition.__module__])
     except (OSError, TypeError, KeyError):  # code in a notebook has no source file
-        text = text_of(definition)
+        text = read_source_text(definition)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -56,14 +56,14 @@ def make_getattr(package: str, classes: str = "", renamed: Mapping[str, str] | N
         is_part = place == package  # a submodule, which is an attribute only after its import
         public = import_module(f"{place}.{name}") if is_part else getattr(__import__(place, fromlist=[name]), name)
         if isinstance(public, ModuleType) and "__dir__" not in vars(public):
-            vars(public)["__dir__"] = lister(public.__name__)
+            vars(public)["__dir__"] = make_dir(public.__name__)
         setattr(sys.modules[package], name, public)
         return public
 
     return get
 
 
-def lister(name: str) -> Callable[[], list[str]]:
+def make_dir(name: str) -> Callable[[], list[str]]:
     """Return a ``__dir__`` for a module, so that tab completion offers only the module's public names.
 
     These are the names in ``__all__``, or, if it is missing, the module's classes, functions and annotated constants.

@@ -21,7 +21,7 @@ FIELD_LIMITS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 """Bounds of a number in a pydantic field, with the symbols that represent them."""
 
 
-class Face(ModelMetaclass):
+class OptionsMeta(ModelMetaclass):
     """Metaclass that shows the options of a value's class in `help`, signatures and notebooks.
 
     Pydantic completes a class when it is first used. After that, the signature of the class shows validators instead of
@@ -32,7 +32,7 @@ class Face(ModelMetaclass):
     def __signature__(cls) -> inspect.Signature:
         """Signature with the options as keyword parameters, with plain types and defaults."""
         parameters = []
-        for name, field in options_of(cls).items():
+        for name, field in get_options(cls).items():
             kind, default = plain_type(field.annotation), inspect.Parameter.empty
             if not field.is_required():
                 default = field.get_default(call_default_factory=True)
@@ -50,7 +50,7 @@ class Face(ModelMetaclass):
     def __doc__(cls) -> str | None:
         """Docstring of the class, plus one line per option."""
         text = cls.__dict__.get("__doc__")
-        options = options_of(cls) if cls.__dict__.get("__pydantic_fields__") else {}
+        options = get_options(cls) if cls.__dict__.get("__pydantic_fields__") else {}
         if not options or (isinstance(text, str) and f"\n{ARGS_HEADING}" in text):
             return text
         lines = [f"    {name}: {describe_option(field)}" for name, field in options.items()]
@@ -93,7 +93,7 @@ def plain_type(annotation: object) -> str:
     return str(getattr(annotation, "__name__", annotation))
 
 
-def limits_of(field: FieldInfo) -> list[str]:
+def get_limits(field: FieldInfo) -> list[str]:
     """Return the range of an option, such as ``["> 0", "<= 1"]``."""
     return [
         f"{sign} {getattr(limit, name)}"
@@ -103,7 +103,7 @@ def limits_of(field: FieldInfo) -> list[str]:
     ]
 
 
-def options_of(kind: Any) -> dict[str, FieldInfo]:
+def get_options(kind: Any) -> dict[str, FieldInfo]:
     """Return the fields of a class that a caller can set: all except the fixed name of the class's kind."""
     return {
         name: field
@@ -120,4 +120,4 @@ def describe_option(field: FieldInfo) -> str:
     else:  # None means that the run derives a number
         value = "derived by default" if default is None and "None" not in kind else f"default {default!r}"
     sentence = (field.description or "").rstrip(".")
-    return f"{', '.join([kind, *limits_of(field), value])}. {sentence[:1].upper()}{sentence[1:]}."
+    return f"{', '.join([kind, *get_limits(field), value])}. {sentence[:1].upper()}{sentence[1:]}."

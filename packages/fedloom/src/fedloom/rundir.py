@@ -64,11 +64,11 @@ MAX_LABEL_CHARACTERS = 150
 """Maximum number of characters that a label may use in a file name. A file system allows 255 bytes, and the seed, the
 extension and the suffix of a draft need some of these bytes."""
 
-Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """Integer that fits into a column of a table."""
 
 
-def place_of(path: object, what: str, otherwise: str = "") -> Path:
+def as_path(path: object, what: str, otherwise: str = "") -> Path:
     """Return a path that a caller passed as a `Path`.
 
     Args:
@@ -95,10 +95,10 @@ def place_of(path: object, what: str, otherwise: str = "") -> Path:
     return Path(path)
 
 
-def label_of(method: Mapping[str, object]) -> str:
+def get_label(method: Mapping[str, object]) -> str:
     """Return the label of a method's table: the given label, or else the name of the algorithm or of the user's class.
 
-    >>> label_of({"algorithm": "my_parts:Pulled"}), label_of({"algorithm": "flame", "label": "mine"})
+    >>> get_label({"algorithm": "my_parts:Pulled"}), get_label({"algorithm": "flame", "label": "mine"})
     ('Pulled', 'mine')
     """
     return str(method.get("label", str(method.get("algorithm")).rpartition(":")[2]))
@@ -115,7 +115,7 @@ def compared_tables(document: Mapping[str, Any]) -> list[dict[str, Any]]:
         if isinstance(table, Mapping) and table.get("compare"):
             options = {key: value for key, value in table.items() if key not in ("kind", "compare")}
             named = {"algorithm": str(table.get("kind"))}
-            tables.append({"label": label_of(named), **named, **options})
+            tables.append({"label": get_label(named), **named, **options})
     return tables
 
 
@@ -182,7 +182,7 @@ class RunRecord(_Recorded):
     ``diverged`` is the round in which divergence was detected. ``diverged`` may also be set for a run that reached its
     last round.
 
-    ``role`` is the method's role in a comparison (`fedloom.algorithms.role_of`). In older run directories, the role is
+    ``role`` is the method's role in a comparison (`fedloom.algorithms.get_role`). In older run directories, the role is
     None. ``device_classes`` are the names of the clients' device classes, in the order of the numbers that represent
     them in the metrics.
     """
@@ -190,15 +190,15 @@ class RunRecord(_Recorded):
     method: str
     algorithm: str = ""
     role: str | None = None
-    seed: Whole
+    seed: Int64
     status: Literal["done", "diverged", "interrupted", "failed"]
     reason: str = ""
-    diverged: Whole | None = None
-    rounds: Whole = 0
+    diverged: Int64 | None = None
+    rounds: Int64 = 0
     oracle: str | None = None
-    chunk: Whole | None = None
+    chunk: Int64 | None = None
     device: str | None = None
-    parameters: Whole | None = None
+    parameters: Int64 | None = None
     device_classes: tuple[str, ...] = ()
 
     @property
@@ -210,7 +210,7 @@ class RunRecord(_Recorded):
 class Rejection(_Recorded):
     """Number of a site's replies that failed one step of the server's check, with the latest message."""
 
-    count: Whole = 0
+    count: Int64 = 0
     reason: str = ""
 
 
@@ -221,8 +221,8 @@ class SiteSummary(_Recorded):
     """
 
     here: bool = True
-    accepted: Whole = 0
-    missed: Whole = 0
+    accepted: Int64 = 0
+    missed: Int64 = 0
     last_reply: str | None = None
     mute: bool = False
     staleness: float | None = None
@@ -239,7 +239,7 @@ class Summary(_Recorded):
 
     name: str = ""
     runs: tuple[RunRecord, ...] = ()
-    clients: Whole = 0
+    clients: Int64 = 0
     classes: tuple[str, ...] = ()
     select_on: str = "validation"
     metrics: dict[str, bool] = {}

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedloom.lazy import lister
+from fedloom.lazy import make_dir
 
 SERVER_CLIENT = -1
 """Client id used for draws that belong to no client."""
@@ -185,4 +185,4 @@ def _around(seed: int, round: int, purpose: Purpose) -> tuple[bytes, bytes]:
     return f"{seed}|{round}|".encode(), f"|{purpose!r}".encode()
 
 
-__dir__ = lister(__name__)
+__dir__ = make_dir(__name__)

@@ -28,20 +28,20 @@ from fedloom.algorithms import Algorithm, PresetMethod
 from fedloom.data import partitions
 from fedloom.data.dataset import Dataset, Task, default_to_cpu
 from fedloom.data.sources.array_data import refuse_masked
-from fedloom.data.subjects.design import design_of, is_absent
+from fedloom.data.subjects.design import create_design, is_absent
 from fedloom.data.survey.findings import exclusion_reason, table_findings
 from fedloom.data.survey.leaks import ReadColumn
 from fedloom.data.tables import Table, level_name
 from fedloom.engine.setting import GivenModel
 from fedloom.engine.simulate import simulate
-from fedloom.errors import ConfigError, DataError, entered, warn_user
-from fedloom.lazy import lister
+from fedloom.errors import ConfigError, DataError, adapt_wording, warn_user
+from fedloom.lazy import make_dir
 from fedloom.trained.model import Model
 from fedloom.values import Value
 
 __all__ = ["FederatedClassifier", "FederatedRegressor"]
 
-Some = NDArray[Any]
+AnyArray = NDArray[Any]
 
 
 class _Federated(BaseEstimator):  # type: ignore[misc]
@@ -64,9 +64,15 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         self.model, self.clients, self.random_state, self.settings = model, clients, random_state, settings
 
     @default_to_cpu()
-    @entered("estimator")
+    @adapt_wording("estimator")
     def _fit(
-        self, x: Some, y: torch.Tensor, task: Task, groups: ArrayLike | None, subjects: ArrayLike | None, **more: Any
+        self,
+        x: AnyArray,
+        y: torch.Tensor,
+        task: Task,
+        groups: ArrayLike | None,
+        subjects: ArrayLike | None,
+        **more: Any,
     ) -> None:
         """Train on features [N, p] and on targets of a type that `Dataset` accepts."""
         state = self.random_state
@@ -79,7 +85,9 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         except ValueError:
             raise ConfigError(f"random_state must be a whole number or a numpy generator, got {state!r:.60}") from None
         if subjects is not None:
-            more |= {"design": design_of({"subject": _row_labels("subjects", subjects, len(x))}, len(x), "subjects")}
+            more |= {
+                "design": create_design({"subject": _row_labels("subjects", subjects, len(x))}, len(x), "subjects")
+            }
         if groups is not None:
             labels = _row_labels("groups", groups, len(x))
             labels = np.array(list(map(level_name, labels.tolist()))) if labels.dtype.kind in "OUS" else labels
@@ -122,7 +130,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         elif len(sites) == 1:
             self.models_[None] = self.models_[sites[0]]
 
-    def _survey(self, x: Some, y: torch.Tensor, more: Mapping[str, Any]) -> tuple[str, ...]:
+    def _survey(self, x: AnyArray, y: torch.Tensor, more: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the notes on possible problems in a table.
 
         No column is dropped, because an estimator uses all columns that it is given.
@@ -146,7 +154,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         return (*numbered, *table_findings(features, outcome, users, units=None if design is None else design.units))
 
     @default_to_cpu()
-    def _scores(self, x: object, groups: ArrayLike | None) -> Some:
+    def _scores(self, x: object, groups: ArrayLike | None) -> AnyArray:
         """Return probabilities or predicted values [N, k]. Each row is predicted by the model of its group."""
         check_is_fitted(self)
         refuse_masked(x, "X")
@@ -233,7 +241,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         self._fit(X, torch.from_numpy(codes.astype(np.int64)), task, groups, subjects, classes=names)
         return self
 
-    def predict(self, X: object, groups: ArrayLike | None = None) -> Some:
+    def predict(self, X: object, groups: ArrayLike | None = None) -> AnyArray:
         """Return the predicted classes ``[N]``, or 1 or 0 for each label ``[N, k]``.
 
         Args:
@@ -249,7 +257,7 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
             else np.asarray(self.classes_[scores.argmax(1)])
         )
 
-    def predict_proba(self, X: object, groups: ArrayLike | None = None) -> Some:
+    def predict_proba(self, X: object, groups: ArrayLike | None = None) -> AnyArray:
         """Return predicted probabilities of classes ``[N, C]``, in the order of ``classes_``, or of labels ``[N, k]``.
 
         The arguments are the same as for `predict`.
@@ -282,7 +290,7 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
         self._fit(X, target, "regression", groups, subjects, centre=centre, unit=unit)
         return self
 
-    def predict(self, X: object, groups: ArrayLike | None = None) -> Some:
+    def predict(self, X: object, groups: ArrayLike | None = None) -> AnyArray:
         """Return predicted values ``[N]`` (see `FederatedClassifier.predict` for the groups)."""
         return self._scores(X, groups)[:, 0]
 
@@ -291,9 +299,9 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
         return float(r2_score(y, self.predict(X, groups), sample_weight=sample_weight))
 
 
-def _group_codes(groups: ArrayLike, rows: int, what: str = "groups") -> Some:
+def _group_codes(groups: ArrayLike, rows: int, what: str = "groups") -> AnyArray:
     try:
-        labels: Some = column_or_1d(groups)
+        labels: AnyArray = column_or_1d(groups)
     except (ValueError, TypeError):  # scikit-learn's error names another argument
         shown = f"{type(groups).__name__} {np.shape(groups)}" if hasattr(groups, "shape") else repr(groups)
         raise DataError(f"{what} must be a list with an entry for each row, got {shown:.60}") from None
@@ -302,7 +310,7 @@ def _group_codes(groups: ArrayLike, rows: int, what: str = "groups") -> Some:
     return labels
 
 
-def _row_labels(what: str, values: ArrayLike, rows: int) -> Some:
+def _row_labels(what: str, values: ArrayLike, rows: int) -> AnyArray:
     """Return one label per row.
 
     Raises:
@@ -314,4 +322,4 @@ def _row_labels(what: str, values: ArrayLike, rows: int) -> Some:
     return labels
 
 
-__dir__ = lister(__name__)
+__dir__ = make_dir(__name__)

@@ -150,7 +150,7 @@ def check_part(part: object, path: str, what: str) -> None:
         part = inspect.unwrap(part)
     elif not isinstance(part, ModuleType):
         return
-    origin = _module_of(part)
+    origin = _get_module_name(part)
     code = getattr(getattr(part, "__func__", part), "__code__", None)
     if is_standard(origin) or (code is not None and _is_in_library(Path(code.co_filename))):
         raise _standard_library_error(what, path, origin)
@@ -205,7 +205,7 @@ def find_other_owner(path: Path) -> str:
     return ""
 
 
-def _module_of(part: object) -> str:
+def _get_module_name(part: object) -> str:
     """Return the name of the module that defines a class, function, method or object, or the name of a module."""
     if isinstance(part, ModuleType):
         return part.__name__
@@ -215,7 +215,7 @@ def _module_of(part: object) -> str:
     owner = getattr(part, "__self__", None)
     if owner is None:
         owner = getattr(part, "__objclass__", type(part))
-    return _module_of(owner if isinstance(owner, type | ModuleType) else type(owner))
+    return _get_module_name(owner if isinstance(owner, type | ModuleType) else type(owner))
 
 
 def _is_in_library(file: Path) -> bool:

@@ -25,9 +25,9 @@ from pydantic import (
 from pydantic_core import CoreSchema, ErrorDetails, PydanticKnownError, core_schema
 
 from fedloom.errors import ConfigError, InvalidValue
-from fedloom.hints import Hint, find_new_name, give_no_hint, unknown
-from fedloom.imports import find_class, is_path, path_of
-from fedloom.options import ARGS_HEADING, Face
+from fedloom.hints import Hint, find_new_name, give_no_hint, unknown_name_error
+from fedloom.imports import find_class, get_import_path, is_path
+from fedloom.options import ARGS_HEADING, OptionsMeta
 
 T = TypeVar("T")
 NUMBER_ERRORS: dict[str, Literal["int_type", "float_type"]] = {"int": "int_type", "float": "float_type"}
@@ -45,7 +45,7 @@ IGNORED_SCHEMA_KEYS = ("metadata", "default", "expected", "serialization", "keys
 """
 
 
-class Value(BaseModel, metaclass=Face):
+class Value(BaseModel, metaclass=OptionsMeta):
     """Frozen set of options. Unknown fields, wrong types and values out of range are rejected when a value is created.
 
     Raises:
@@ -97,12 +97,12 @@ class Value(BaseModel, metaclass=Face):
         try:
             super().__setattr__(name, value)
         except ValueError:
-            raise self._frozen(name) from None
+            raise self._frozen_error(name) from None
 
     def __delattr__(self, name: str) -> None:
-        raise self._frozen(name)
+        raise self._frozen_error(name)
 
-    def _frozen(self, name: str) -> ConfigError:
+    def _frozen_error(self, name: str) -> ConfigError:
         what = f"{type(self).__name__}.{name}"
         return ConfigError(f"{what} cannot be changed: values are frozen. Make a changed copy with with_({name}=...)")
 
@@ -121,7 +121,7 @@ class Value(BaseModel, metaclass=Face):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: object) -> None:
-        path = path_of(cls)
+        path = get_import_path(cls)
         if path is not None and "kind" not in {*vars(cls), *cls.model_fields}:
             cls.kind = path  # type: ignore[attr-defined]
 
@@ -139,7 +139,7 @@ class Value(BaseModel, metaclass=Face):
 
     @model_serializer(mode="wrap")
     def _replace_path(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        path, options = path_of(type(self)), fields(self)
+        path, options = get_import_path(type(self)), fields(self)
         return options if path is None else {"kind": path, **{k: v for k, v in options.items() if k != "kind"}}
 
 
@@ -163,7 +163,7 @@ def choose(what: str, registry: Mapping[str, T], name: object, where: str = "", 
     if base is not None and isinstance(name, str) and is_path(name):
         entry: T = find_class(name, what, base, where)
         return entry
-    raise unknown(what, name, registry, where)
+    raise unknown_name_error(what, name, registry, where)
 
 
 TYPE_NAMES: Mapping[type, str] = {bool: "True or False", str: "text", type(None): "None"}
@@ -246,7 +246,7 @@ def make(
             raise ConfigError(f"{where}: {alias} and {name} are the same option. Omit {alias}")
     for key in options:
         if key not in fields:
-            raise unknown("key", key, fields, where, hint(key, options[key]))
+            raise unknown_name_error("key", key, fields, where, hint(key, options[key]))
     try:
         return make_value(**options)
     except (ValidationError, InvalidValue) as error:
@@ -283,7 +283,7 @@ def note_idle_fields(value: Value, tables: Mapping[str, Value] = {}) -> list[str
     return notes
 
 
-def kind_of(value: Value) -> str:
+def get_kind(value: Value) -> str:
     """Return the name of a value's class in files."""
     return str(getattr(value, "kind", type(value).__name__))
 
@@ -305,7 +305,7 @@ def check_is_table(options: object, where: str, cure: str = "") -> dict[str, Any
     return options
 
 
-def dump(value: BaseModel, **first: object) -> dict[str, Any]:
+def dump_value(value: BaseModel, **first: object) -> dict[str, Any]:
     """Return a value as a TOML table that contains every field that is set."""
     return {**first, **value.model_dump(mode="json", exclude_none=True)}
 
@@ -423,19 +423,19 @@ def _describe_expected_value(
     description = getattr(fields.get(key), "description", None)
     hint = f" ({key}: {_shorten_description(description)})" if description and key != "algorithm" else ""
     if error["type"] == "extra_forbidden":
-        return str(unknown("key", name, fields, where))
+        return str(unknown_name_error("key", name, fields, where))
     where = f"{where}: " if where else ""
     named = [choice for choice in choices if choice["type"] != "string_pattern_mismatch"]  # the hint describes patterns
     first, *alternatives = dict.fromkeys(_describe_expected(choice) for choice in named or choices)
     message = ", or ".join([first, *(other.removeprefix("input should be ") for other in alternatives)])
     got = "" if error["type"] in ("missing", "value_error") else f", got {_show_value(error['input'])}"
-    expected = [word for choice in named if choice["type"] == "literal_error" for word in _words_of(choice)]
+    expected = [word for choice in named if choice["type"] == "literal_error" for word in _list_allowed_texts(choice)]
     if new := find_new_name(error["input"], expected):
         return f"{where}{name}: unknown value {error['input']!r}; its name is now {new!r}"
     return f"{where}{name + ': ' if name else ''}{message}{got}{hint}"
 
 
-def _words_of(error: ErrorDetails) -> list[str]:
+def _list_allowed_texts(error: ErrorDetails) -> list[str]:
     """Return the texts that an option allows as values."""
     return re.findall("'([^']*)'", str(error.get("ctx", {}).get("expected", "")))
 

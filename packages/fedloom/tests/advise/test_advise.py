@@ -22,7 +22,7 @@ from fedloom.lab.experiment import parse
 from fedloom.lab.experiment.tuning import Range
 from fedloom.lab.tune.search import read_default_spaces
 from fedloom.rundir import WORK_FOLDER
-from fedloom.values import kind_of
+from fedloom.values import get_kind
 from tests.commands import call, end, fork, in_a_fork
 
 FEW = ("fedslr",)
@@ -319,7 +319,7 @@ def test_a_rule_for_uploads_applies_to_all_methods_but_local_training(tmp_path: 
     rules = {method.label: method.setting.aggregator for method in methods}
     assert rules.pop("local") is None
     assert rules
-    assert all(kind_of(rule) == "median" for rule in rules.values())
+    assert all(get_kind(rule) == "median" for rule in rules.values())
 
 
 def test_a_setting_that_diverges_ends_no_race(tmp_path: Path) -> None:

@@ -26,11 +26,11 @@ from fedloom.lab.advise.looks import (
 from fedloom.lab.advise.race import (
     ALONE_METHOD,
     AVERAGE_METHOD,
-    MOST_SEEDS,
+    MAX_RACE_SEEDS,
     LapShares,
     RaceOutcome,
     choose_counts,
-    difference_of,
+    compare_methods,
     race,
 )
 
@@ -127,7 +127,7 @@ class Field:
 def run_race(field: Field, budget: float = 16.0) -> RaceOutcome:
     count, stay = choose_counts([LapShares()] * len(field.quality), budget)
     arms = {label: [Arm(label, k, {"k": k}) for k in range(count)] for label in field.quality}
-    return race(arms, stay, budget * WORK, WORK, range(MOST_SEEDS), field, higher=True)
+    return race(arms, stay, budget * WORK, WORK, range(MAX_RACE_SEEDS), field, higher=True)
 
 
 def test_the_best_of_equal_methods_leaves_with_at_most_the_level_of_the_race() -> None:
@@ -150,7 +150,7 @@ class Lucky(Field):
 def verdict_of(field: Field, margin: float | None = None) -> tuple[Verdict, PairedDifference]:
     outcome = run_race(field)
     method = next((label for label in outcome.racing if label != ALONE_METHOD), AVERAGE_METHOD)
-    gain = difference_of(outcome.results, method, ALONE_METHOD, ESTIMATING_PART, 1.0)
+    gain = compare_methods(outcome.results, method, ALONE_METHOD, ESTIMATING_PART, 1.0)
     assert gain is not None
     return decide(outcome, gain, margin)[0], gain
 

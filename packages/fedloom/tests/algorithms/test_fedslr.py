@@ -22,7 +22,7 @@ from fedloom.rows.layout import Layout
 from fedloom.rows.wire import Codec
 from fedloom.testing import Problem, federate, personal_models
 from fedloom.testing.federate import ReferenceFederation, ReferenceState
-from fedloom.testing.problems import shrunk
+from fedloom.testing.problems import proximal_point
 
 SOME = [(0, 1, 2), (2, 3), (0, 4, 3), (1, 2, 4, 0), (3,), (0, 1, 2, 3, 4)]
 ALL = [tuple(range(5))] * 6
@@ -64,7 +64,9 @@ def naive(p: Problem, eta_g: float, lam: float, cohorts: Any, divide: bool = Fal
             ends.append(torch.linalg.solve(p.hessian[i] + eye / eta_g, right))
             gamma[i] = gamma[i] + (w - ends[-1]) / eta_g
         step = 1 / eta_g if divide else eta_g
-        w = shrunk(torch.stack(ends).mean(0) - step * torch.stack(gamma).mean(0), "nuclear", lam * eta_g, p.layout)
+        w = proximal_point(
+            torch.stack(ends).mean(0) - step * torch.stack(gamma).mean(0), "nuclear", lam * eta_g, p.layout
+        )
         path.append(w)
     return torch.stack(path)
 
@@ -157,7 +159,7 @@ def phase_2(p: Problem, w: Tensor, start: Tensor, steps: list[int], lr: float, m
         own = start[i]
         for _ in range(k):
             g = p.hessian[i] @ (w + own - p.minimiser[i])
-            own = shrunk(own - lr * g, penalty, lr * mu, p.layout)
+            own = proximal_point(own - lr * g, penalty, lr * mu, p.layout)
         ends.append(own)
     return torch.stack(ends)
 
@@ -240,10 +242,10 @@ def test_alternatives_written_out(kind: Any, components: Any, penalty: Any) -> N
             w = old
             for _ in range(local.batches(size)):
                 w = w - lr * p.hessian[i] @ (w - p.minimiser[i])
-                w = shrunk(w, penalty, lr * lam, p.layout) if kind is LPGD else w
+                w = proximal_point(w, penalty, lr * lam, p.layout) if kind is LPGD else w
             ends.append(w)
         mean = torch.stack(ends).mean(0)
-        same(new, mean if kind is LPGD else shrunk(mean, penalty, lr * lam, p.layout))
+        same(new, mean if kind is LPGD else proximal_point(mean, penalty, lr * lam, p.layout))
 
 
 # ------------------------------------------------------------------------------------------------- ranks and traffic

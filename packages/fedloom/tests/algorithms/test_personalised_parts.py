@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedloom.algorithms import Algorithm, FedAvg, FedBN, FedPer, FedRep, FedSpa, LGFedAvg, LocalOnly, upload_fields
 from fedloom.errors import LayoutError, Refused
 from fedloom.local import LocalSGD
-from fedloom.models import spec_of
+from fedloom.models import make_spec
 from fedloom.rows import masks
 from fedloom.rows.layout import Layout
 from fedloom.testing import Problem, ReferenceState, federate, locate_difference, personal_models
@@ -200,7 +200,7 @@ def test_fedbn_keeps_the_normalisation_layers(seed: int) -> None:
 
 
 def layout_of(model: str, shape: tuple[int, ...] = (1, 8, 8), **options: Any) -> Layout:
-    return Layout.create(spec_of(model).with_(**options).build(shape, 10, 0))
+    return Layout.create(make_spec(model).with_(**options).build(shape, 10, 0))
 
 
 def names_in(layout: Layout, mask: Tensor) -> list[str]:

@@ -17,7 +17,7 @@ from fedloom.errors import Refused
 from fedloom.local import LocalSGD, Term, Work, descend
 from fedloom.local.oracles import make_oracle
 from fedloom.models import MLP, Dropout, ModelSpec
-from fedloom.tasks import task_of
+from fedloom.tasks import make_task
 from fedloom.testing import Problem
 
 N, ORACLES = len(SIZES), ("compiled", "vmap", "loop")
@@ -40,7 +40,7 @@ def far(z: Tensor, _outputs: Tensor, _y: Tensor, _anchors: Tensor, _given: Any) 
 
 def work(name: str, module: nn.Module | None = None, **local: Any) -> Work:
     fed = federation()
-    oracle = make_oracle(network() if module is None else module, task_of(fed.data), fed, name)
+    oracle = make_oracle(network() if module is None else module, make_task(fed.data), fed, name)
     share = torch.full((N, 1), 1 / N, dtype=torch.float64)
     return Work(oracle, torch.arange(N), share, LocalSGD(**{"lr": LR, "batch_size": BATCH, **local}))
 

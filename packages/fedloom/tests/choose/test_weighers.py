@@ -18,8 +18,8 @@ from fedloom.data.partitions import Dirichlet, Natural
 from fedloom.errors import ConfigError, Refused
 from fedloom.local import Ctx, LocalSGD, Work
 from fedloom.local.oracles import make_oracle
-from fedloom.models import spec_of
-from fedloom.tasks import task_of
+from fedloom.models import make_spec
+from fedloom.tasks import make_task
 from fedloom.testing import Problem, federate
 from fedloom.testing.federate import ReferenceFederation
 
@@ -101,8 +101,8 @@ def test_fairfed_asks_about_the_received_model() -> None:
 @pytest.fixture(scope="module")
 def digits() -> Work:
     fed = Dirichlet(clients=5, alpha=0.5, min_size=5)(load("digits"), seed=0).to("cpu", torch.float64)
-    module = spec_of("mlp", hidden=[6]).build(tuple(fed.data.shape), task_of(fed.data).outputs, 0)
-    oracle = make_oracle(module, task_of(fed.data), fed, "loop")
+    module = make_spec("mlp", hidden=[6]).build(tuple(fed.data.shape), make_task(fed.data).outputs, 0)
+    oracle = make_oracle(module, make_task(fed.data), fed, "loop")
     return Work(oracle, torch.tensor([1, 3]), torch.full((2, 1), 0.2), LocalSGD(batch_size=7, epochs=2), round=2)
 
 
@@ -156,7 +156,7 @@ def test_fairfed_by_groups_follows_the_paper(metric: str) -> None:
         "aggregation_weights": weigher,
     }
     runs = [simulate(FedAvg(), fed, "softmax", rounds=t, **options) for t in (1, 2)]
-    module = spec_of("softmax").build(tuple(fed.data.shape), task_of(fed.data).outputs, 0)
+    module = make_spec("softmax").build(tuple(fed.data.shape), make_task(fed.data).outputs, 0)
     start = runs[0].job.oracle.layout.vector(module)
     parts = [fed.indices("train", i) for i in range(4)]
     n = np.array([len(part) for part in parts], float)

@@ -239,7 +239,7 @@ def test_a_deployment_is_watched_by_its_results(tmp_path: Path, monkeypatch: pyt
     class Settings:
         results = tmp_path / "server" / "results"
 
-    monkeypatch.setattr(deployment, "server_of", lambda folder: Settings)
+    monkeypatch.setattr(deployment, "find_server", lambda folder: Settings)
     page = LivePage(tmp_path, 3)
     assert "No results yet" in page.text()
     Plan(parse({**tomllib.loads(SMALL), "rounds": 1, "seeds": [0]}), results).run(page=False)

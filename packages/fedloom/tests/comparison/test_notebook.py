@@ -15,7 +15,7 @@ import pytest
 
 import fedloom as fl
 from fedloom.errors import RunDirError
-from fedloom.imports import text_of
+from fedloom.imports import read_source_text
 from fedloom.models.imported import describe_model
 
 NUMBERS = count()
@@ -75,15 +75,15 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> Cell:
     ],
 )
 def test_what_a_function_uses_of_its_notebook_is_of_its_text(cell: Cell, first: str, second: str) -> None:
-    text = text_of(cell(first)["loss"])
-    assert text_of(cell("o = t = UNUSED = 7")["loss"]) == text
-    assert text_of(cell(second)["loss"]) != text
-    assert text_of(cell(first)["loss"]) == text
+    text = read_source_text(cell(first)["loss"])
+    assert read_source_text(cell("o = t = UNUSED = 7")["loss"]) == text
+    assert read_source_text(cell(second)["loss"]) != text
+    assert read_source_text(cell(first)["loss"]) == text
 
 
 def test_functions_that_use_each_other_have_a_text(cell: Cell) -> None:
     names = cell("def even(n): return n == 0 or odd(n - 1)\ndef odd(n): return n != 0 and even(n - 1)")
-    assert "def odd" in text_of(names["even"])
+    assert "def odd" in read_source_text(names["even"])
 
 
 def test_a_module_in_a_module_is_of_its_digest(cell: Cell) -> None:

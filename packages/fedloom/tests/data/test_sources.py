@@ -22,7 +22,7 @@ import fedloom as fl
 from fedloom.data import Dataset, load, source
 from fedloom.data.partitions import Iid
 from fedloom.data.sources import archive, arrays, embedded
-from fedloom.data.sources.detect import detect
+from fedloom.data.sources.detect import detect_source
 from fedloom.errors import ConfigError, DataError
 from tests.cures import applied
 from tests.data.files import WRAPPINGS, as_tar, as_zip, idx, idx_files, leaf, png, records, write
@@ -109,10 +109,10 @@ def test_the_root_of_the_file_system_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_known_name_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {f"{i:03}.unknown": b"" for i in range(50)} | {"z.csv": b"a,label\n1,x\n2,y\n"})
-    assert detect(tmp_path).__name__ == "Csv"
-    monkeypatch.setitem(detect.__globals__, "MAX_CHECKED_NAMES", 20)
+    assert detect_source(tmp_path).__name__ == "Csv"
+    monkeypatch.setitem(detect_source.__globals__, "MAX_CHECKED_NAMES", 20)
     with pytest.raises(DataError, match="no data set in a known format. Known formats"):
-        detect(tmp_path)
+        detect_source(tmp_path)
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])

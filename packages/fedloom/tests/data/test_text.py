@@ -17,7 +17,7 @@ import torch
 from fedloom.data import Dataset, load, partitions
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import new_rows
-from fedloom.data.text import encode_texts, recode_tokens, vocabulary_of
+from fedloom.data.text import build_vocabulary, encode_texts, recode_tokens
 from fedloom.errors import ConfigError, DataError, PartitionError, Refused
 from tests.data.files import leaf, write
 
@@ -96,9 +96,9 @@ def test_partitions_by_class_or_of_features_say_why_not() -> None:
 
 
 def test_encoding_pads_at_the_end_and_cuts() -> None:
-    vocabulary = vocabulary_of(["ab", "b"], "character")
+    vocabulary = build_vocabulary(["ab", "b"], "character")
     assert encode_texts(["ba", "abx", ""], vocabulary, 2).tolist() == [[3, 2], [3, 1], [1, 0]]  # last characters
-    words = vocabulary_of(["one two", "two"], "word")
+    words = build_vocabulary(["one two", "two"], "word")
     assert encode_texts(["One two two", "zero"], words, 2).tolist() == [[2, 3], [1, 0]]  # first words
     assert recode_tokens(torch.tensor([[2, 3, 0]]), ("<pad>", "<unk>", "b", "z"), vocabulary).tolist() == [[3, 1, 0]]
 

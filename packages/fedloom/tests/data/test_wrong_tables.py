@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fedloom as fl
-from fedloom.data.groups import groups_of, keep_group_columns
+from fedloom.data.groups import keep_group_columns, make_group_masks
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
 from fedloom.data.survey.agreement import AgreedColumn, Agreement
@@ -236,7 +236,9 @@ def test_agreed_ranges_and_bounds_of_groups_are_those_of_converted_units(by_clie
         return {"glucose": {"Dorn": number} if by_client else number}
 
     def high(source: TableSource) -> Tensor:
-        return groups_of(keep_group_columns(source, ["glucose>=126"]).read(None), ["glucose>=126"])["glucose>=126"]
+        return make_group_masks(keep_group_columns(source, ["glucose>=126"]).read(None), ["glucose>=126"])[
+            "glucose>=126"
+        ]
 
     users = {"client_column": "hospital"} if by_client else {}
     sixteenths = [{**row, "glucose": row["glucose"] and row["glucose"] / 16} for row in ROWS]  # exact in binary

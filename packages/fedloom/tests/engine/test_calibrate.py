@@ -17,7 +17,7 @@ from sklearn.metrics import brier_score_loss, roc_auc_score
 import fedloom as fl
 from fedloom.errors import ConfigError
 from fedloom.lab.experiment import Plan, parse
-from fedloom.tasks import Objective, task_of
+from fedloom.tasks import Objective, make_task
 from fedloom.tasks.calibration import MIN_SLOPE_ROWS, recalibrate, recalibration
 from fedloom.trained.export import export_model
 from tests import hospitals
@@ -76,7 +76,7 @@ def test_slope_and_intercept_tell_probabilities_that_are_too_extreme_or_too_high
     owner = torch.arange(20000) % 4
     output = torch.where(owner[:, None] == 1, 2 * truth, torch.where(owner[:, None] == 2, truth + 1.5, truth))
     y[owner == 3] = 0
-    metrics = task_of(
+    metrics = make_task(
         SimpleNamespace(task="binary", classes=("0", "1"), y=y),
         Objective(metrics=("calibration_slope", "calibration_intercept")),
     ).metrics(output, y, owner, 4)

@@ -80,11 +80,11 @@ def test_ranks_are_for_nuclear_norms_that_are_cheap(monkeypatch: pytest.MonkeyPa
     layout = Layout.create(MLP(hidden=(5,)).build((6,), 3, 0))
     rows = torch.ones(2, layout.d)
     fiaelt = REGISTRY["fiaelt"]
-    assert set(counts.sizes_of(fiaelt(regulariser=L1(c=0.1)), layout, rows)) == {"nonzeros"}
+    assert set(counts.measure_sizes(fiaelt(regulariser=L1(c=0.1)), layout, rows)) == {"nonzeros"}
     low = fiaelt(regulariser=Nuclear(c=0.1))
-    assert set(counts.sizes_of(low, layout, rows)) == {"nonzeros", "rank", "factorised"}
+    assert set(counts.measure_sizes(low, layout, rows)) == {"nonzeros", "rank", "factorised"}
     monkeypatch.setattr(counts, "MAX_RANK_OPERATIONS", 1.0)
-    assert set(counts.sizes_of(low, layout, rows)) == {"nonzeros"}
+    assert set(counts.measure_sizes(low, layout, rows)) == {"nonzeros"}
 
 
 class Shrink(Value):
@@ -145,4 +145,4 @@ def test_every_function_that_makes_low_ranks_has_its_ranks_recorded() -> None:
     layout = Layout.create(MLP(hidden=(5,)).build((6,), 3, 0))
     rows = torch.ones(2, layout.d)
     for low in (NuclearBall(), Total(parts=(Nuclear(c=0.1), Nuclear(c=0.2)))):
-        assert "rank" in counts.sizes_of(REGISTRY["fiaelt"](regulariser=low), layout, rows)
+        assert "rank" in counts.measure_sizes(REGISTRY["fiaelt"](regulariser=low), layout, rows)

@@ -26,7 +26,7 @@ from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import clients_of
 from fedloom.engine.state import State, Times, initial_state
 from fedloom.errors import ConfigError, Stop
-from fedloom.formats import pair
+from fedloom.formats import format_pair
 from fedloom.lab.cli import app
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.experiment.events import Event
@@ -219,7 +219,7 @@ def test_the_figures_of_a_diverged_run_stay_in_the_tables(tmp_path: Path) -> Non
 @pytest.mark.parametrize("value", [7856937935508588.0, 5.75e8, 123456.5, 99831862007989824.0, 1e300, 0.25])
 def test_no_figure_has_many_digits(value: float) -> None:
     for name, mean, half in (("rmse", value, value / 3), ("rmse", 0.5, value), ("accuracy", value, math.nan)):
-        assert not re.search(r"\d{10}", pair(*render_measured(name, mean, half)))
+        assert not re.search(r"\d{10}", format_pair(*render_measured(name, mean, half)))
     assert float(render_measured("rmse", value, math.nan)[0].replace("\u202f", "")) == pytest.approx(value, rel=0.005)
 
 
@@ -252,7 +252,7 @@ def test_a_first_round_without_a_gradient_is_told(fed: Federation) -> None:
 
 
 def test_an_end_has_one_status_and_only_an_interrupted_run_is_resumed() -> None:
-    assert {stop for stop in Stop if stop.resumable} == {stop for stop in Stop if stop.status == "interrupted"}
+    assert {stop for stop in Stop if stop.is_resumable} == {stop for stop in Stop if stop.status == "interrupted"}
     assert {stop.status for stop in Stop} == {"done", "diverged", "interrupted", "failed"}
 
 

@@ -20,7 +20,7 @@ from fedloom.engine.simulate import simulate
 from fedloom.local import LocalSGD
 from fedloom.models import CNN, MLP
 from fedloom.processes.clients import Scores, ScoreTask
-from fedloom.tasks import task_of
+from fedloom.tasks import make_task
 
 MODELS = {"softmax": "softmax", "mlp": MLP(hidden=(9,)), "cnn": CNN(channels=(4,), kernel=3, hidden=(8,))}
 SPLITS = ([1] * 17, [5, 7, 5], [16, 1])
@@ -104,7 +104,7 @@ def test_where_a_class_is_rare_the_hybrid_model_is_the_one_of_less_loss() -> Non
     y[[3, 60]] = 1
     owner = torch.arange(100) // 50
     fine, poor = (torch.full((100, 1), -4.0) + shift * y[:, None] for shift in (3.0, -3.0))
-    binary = task_of(SimpleNamespace(task="binary", classes=("0", "1"), y=y))
+    binary = make_task(SimpleNamespace(task="binary", classes=("0", "1"), y=y))
     personal, shared = (binary.metrics(torch.where(owner[:, None] == k, fine, poor), y, owner, 2) for k in (0, 1))
     assert torch.equal(personal["accuracy"], shared["accuracy"])
     chosen = choose_model({("personal", "validation"): personal, ("global", "validation"): shared}, "validation")

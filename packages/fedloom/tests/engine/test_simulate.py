@@ -57,11 +57,11 @@ from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, FedloomError, Refused, RunDirError, Stop
 from fedloom.local import Ctx, LocalSGD, Nothing, Work
 from fedloom.local.oracles import make_oracle
-from fedloom.models import MLP, Dropout, spec_of
+from fedloom.models import MLP, Dropout, make_spec
 from fedloom.rows.aggregators import FLTrust, GeometricMedian, Krum, Median, PrivateMean
 from fedloom.rows.attacks import ATTACKS, Attack, Backdoor, FlippedLabels, Forgery, Gaussian, SameValue
 from fedloom.rows.channels import CHANNELS
-from fedloom.tasks import task_of
+from fedloom.tasks import make_task
 from fedloom.testing.federate import ReferenceFederation as Plain
 from fedloom.testing.federate import begin
 from fedloom.testing.federate import play as play_plainly
@@ -129,8 +129,8 @@ def check_against_the_plain_reference(fed: Federation, preset: PresetMethod) -> 
     job = got.job
     weigher = job.setting.aggregation_weights  # constants derived from the run are settled in it, as in the method
     wide = fed.to("cpu", torch.float64)
-    module = spec_of("softmax").build(tuple(fed.data.shape), task_of(fed.data).outputs, 0)
-    oracle = make_oracle(module, task_of(fed.data), wide, "loop")
+    module = make_spec("softmax").build(tuple(fed.data.shape), make_task(fed.data).outputs, 0)
+    oracle = make_oracle(module, make_task(fed.data), wide, "loop")
     plain = Plain(oracle, job.alpha, LOCAL, 0, rounds=3)
     state = begin(job.algorithm, plain, oracle.layout.vector(module, torch.float64), weigher)
     for t in range(1, 4):

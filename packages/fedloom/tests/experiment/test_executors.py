@@ -169,7 +169,7 @@ def test_a_file_is_found_in_the_workers_own_folder(tmp_path: Path, monkeypatch: 
     (tmp_path / "table.csv").write_text("a,b,label\n" + rows)
     document = {**SMALL, "data": {"source": str(tmp_path / "table.csv")}, "seeds": [0]}
     plan = Plan(parse(document), tmp_path / "out")
-    luggage = plan._luggage()
+    luggage = plan._pack_experiment()
     (tmp_path / "worker").mkdir()
     (tmp_path / "table.csv").rename(tmp_path / "worker" / "table.csv")
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "worker"))

@@ -14,7 +14,7 @@ from fedloom.algorithms import REGISTRY
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, FedloomError, InvalidValue
 from fedloom.lab.experiment import parse
-from fedloom.lab.experiment.schema import SETTING_TABLES, Top
+from fedloom.lab.experiment.schema import SETTING_TABLES, TopLevelKeys
 
 DOCUMENT: dict[str, Any] = {"data": {"source": "digits"}, "method": [{"algorithm": "fedavg"}]}
 
@@ -105,7 +105,7 @@ def takes(table: str, key: str) -> bool:
     return any(key in keys for keys in SETTING_TABLES[table].keys().values())
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if key not in (*SETTING_TABLES, *Top.model_fields)])
+@pytest.mark.parametrize("key", [key for key in KEYS if key not in (*SETTING_TABLES, *TopLevelKeys.model_fields)])
 def test_every_key_is_named_with_tables_that_take_it(key: str) -> None:
     documents = [{**DOCUMENT, key: 1}, {**DOCUMENT, "method": [{"algorithm": "fedavg", key: 1}]}]
     documents += [{**DOCUMENT, table: {key: 1}} for table in ("local", "engine") if not takes(table, key)]

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from fedloom.data.federation import Federation
 from fedloom.local import LocalSGD, Work, descend
-from fedloom.local.oracles import Network, chains_of, make_oracle
+from fedloom.local.oracles import Network, find_chains, make_oracle
 from fedloom.models import CNN, MLP, ModelSpec, Softmax
-from fedloom.tasks import task_of
+from fedloom.tasks import make_task
 
 M = len(handwritten.SIZES)
 IMAGE = (2, 10, 10)
@@ -91,7 +91,7 @@ class Problem:
         self.masks = {"d": draw(self.d) > 0, "md": draw(M, self.d) > 0}
 
     def oracle(self, name: str) -> Network:
-        return make_oracle(self.module, task_of(self.fed.data), self.fed, name)
+        return make_oracle(self.module, make_task(self.fed.data), self.fed, name)
 
     def vector(self, kind: str) -> Tensor | None:
         return {"": None, "none": None, "d": self.x, "md": self.rows}[kind]
@@ -153,7 +153,7 @@ class Problem:
 
 
 def oracles_of(problem: Problem) -> list[str]:
-    return [*(["compiled"] if chains_of(problem.module) is not None else []), "vmap", "loop"]
+    return [*(["compiled"] if find_chains(problem.module) is not None else []), "vmap", "loop"]
 
 
 def make_work(oracle: Any, local: LocalSGD, ids: list[int] | None = None, **options: Any) -> Work:

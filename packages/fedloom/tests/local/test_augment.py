@@ -18,7 +18,7 @@ from fedloom.local import LocalSGD, descend
 from fedloom.local.oracles import Network, make_oracle
 from fedloom.models import MLP, Augment
 from fedloom.seeds import generator
-from fedloom.tasks import task_of
+from fedloom.tasks import make_task
 
 AUGMENT = Augment(flip=0.5, crop=2, crop_probability=0.7)
 IMAGES = {
@@ -85,7 +85,7 @@ def by_hand(problem: Problem, change: str, client: int, lr: float, epochs: int, 
 def oracle_of(problem: Problem, name: str, change: str | None) -> Network:
     augment = AUGMENT if change == "augmented" else None
     fed = replace(problem.fed, noise=noise_of(problem)) if change == "noisy" else problem.fed
-    return make_oracle(problem.module, task_of(fed.data), fed, name, augment)
+    return make_oracle(problem.module, make_task(fed.data), fed, name, augment)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -145,4 +145,4 @@ def test_data_that_are_no_images_are_refused() -> None:
     module = MLP(hidden=(5,)).build((6,), CLASSES, 0)
     for name in ("auto", "compiled", "vmap", "loop"):
         with pytest.raises(Refused, match=r"shape 6\. Omit augment="):
-            make_oracle(module, task_of(fed.data), fed, name, AUGMENT)
+            make_oracle(module, make_task(fed.data), fed, name, AUGMENT)

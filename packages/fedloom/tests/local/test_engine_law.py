@@ -17,7 +17,7 @@ from fedloom.data import Federation
 from fedloom.local import LocalSGD, descend
 from fedloom.local.oracles import Fused, make_oracle, products
 from fedloom.models import MLP
-from fedloom.tasks import Objective, task_of
+from fedloom.tasks import Objective, make_task
 
 SETTINGS = {
     "plain": Setting({"lr": 0.3}),
@@ -200,7 +200,7 @@ def test_all_steps_at_once_are_the_steps(
     """Of samples stored as bytes or as numbers, with weights of classes and of clients, for short batches too."""
     fed = normalised(stored)
     module = MLP(hidden=(9, 5)).build((6,), 4, seed=3)
-    task = task_of(fed.data, Objective(class_weights=weights or None))
+    task = make_task(fed.data, Objective(class_weights=weights or None))
     oracle = make_oracle(module, task, fed, "compiled")
     start = oracle.layout.vector(oracle.module).expand(M, -1)
     scale = torch.tensor([[1.0], [0.5], [2.0], [1.0]])
@@ -228,7 +228,7 @@ def test_a_pass_through_the_whole_network_is_its_layers(
 ) -> None:
     """Block by block too: gradients into other rows, with what they held, and steps in place; and losses."""
     fed = normalised(stored)
-    task = task_of(fed.data, Objective(class_weights=weights or None))
+    task = make_task(fed.data, Objective(class_weights=weights or None))
     oracle = make_oracle(MLP(hidden=(9, 5)).build((6,), 4, seed=3), task, fed, "compiled")
     work = make_work(oracle, LocalSGD(lr=0.1, batch_size="full"))
     monkeypatch.setattr(kernels, "BLOCK_SAMPLES", block)
@@ -256,7 +256,7 @@ def test_a_pass_through_the_whole_network_is_its_layers(
 def test_what_is_not_finite_stays_so() -> None:
     fed = handwritten.federation(dtype=torch.float32)
     for hidden in ((), (9,)):
-        oracle = make_oracle(MLP(hidden=hidden).build((6,), 4), task_of(fed.data), fed, "compiled")
+        oracle = make_oracle(MLP(hidden=hidden).build((6,), 4), make_task(fed.data), fed, "compiled")
         start = oracle.layout.vector(oracle.module).repeat(M, 1)
         start[2, 0] = torch.nan
         start[3, 0] = torch.inf

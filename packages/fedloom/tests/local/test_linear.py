@@ -15,7 +15,7 @@ from fedloom.local.oracles import linear, make_oracle, precision
 from fedloom.local.oracles.linear import replace_linear_layers
 from fedloom.local.oracles.looped import Looped
 from fedloom.rows.layout import Layout
-from fedloom.tasks import task_of
+from fedloom.tasks import make_task
 
 WIDTH = 6
 
@@ -66,7 +66,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def looped(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, low: precision.Precision = "full") -> Looped:
     fed = handwritten.federation(shape=shape, dtype=dtype)
-    oracle = make_oracle(module, task_of(fed.data), fed, "loop", precision=low)
+    oracle = make_oracle(module, make_task(fed.data), fed, "loop", precision=low)
     assert isinstance(oracle, Looped)
     return oracle
 

@@ -14,11 +14,11 @@ from torch.nn import functional
 
 import fedloom as fl
 from fedloom.errors import CodeError, ConfigError
-from fedloom.imports import function
+from fedloom.imports import load_function
 from fedloom.local import LocalSGD, Work
 from fedloom.local.oracles import Network, make_oracle
 from fedloom.seeds import as_global, generator
-from fedloom.tasks import Objective, task_of
+from fedloom.tasks import Objective, make_task
 from fedloom.tasks.chosen import compute_user_number
 
 
@@ -32,7 +32,7 @@ def coupled(output: Tensor, target: Tensor) -> Tensor:
 
 
 def work_of(problem: Problem, oracle: str, objective: Objective, **local: Any) -> tuple[Network, Work]:
-    found = make_oracle(problem.module, task_of(problem.fed.data, objective), problem.fed, oracle)
+    found = make_oracle(problem.module, make_task(problem.fed.data, objective), problem.fed, oracle)
     share = torch.full((M, 1), 1 / M)
     return found, Work(found, torch.arange(M), share, LocalSGD(**local), seed=4)
 
@@ -65,7 +65,7 @@ def weighted(output: Tensor, y: Tensor) -> Tensor:
 
 
 def test_the_shapes_of_a_binary_task_are_explained() -> None:
-    loss, y = function(torch.nn.BCEWithLogitsLoss(), "loss"), torch.tensor([0, 1])
+    loss, y = load_function(torch.nn.BCEWithLogitsLoss(), "loss"), torch.tensor([0, 1])
     with pytest.raises(CodeError, match=r"logits and classes. It may need outputs.squeeze\(1\) and targets.float"):
         compute_user_number(loss, "loss", torch.zeros(2, 1), y)
 
@@ -205,7 +205,7 @@ class Learned(torch.nn.Module):
 def test_what_cannot_work_is_a_sentence_before_work_starts(objective: dict[str, Any], sentence: str) -> None:
     problem = Problem(CASES["softmax"])
     with pytest.raises(ConfigError, match=sentence):
-        make_oracle(problem.module, task_of(problem.fed.data, Objective(**objective)), problem.fed)
+        make_oracle(problem.module, make_task(problem.fed.data, Objective(**objective)), problem.fed)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_falling_loss_is_taken_if_the_outputs_of_the_model_are_bounded(end: Ca
     fed, objective = Problem(CASES["softmax"]).fed, Objective(loss=functional.nll_loss)
     with as_global(generator(0, purpose="test"), torch.device("cpu")):
         module = Ended(fed.data.shape[0], 4)
-    oracle = make_oracle(module, task_of(fed.data, objective), fed)
+    oracle = make_oracle(module, make_task(fed.data, objective), fed)
     assert torch.equal(oracle.layout.vector(oracle.module), oracle.layout.vector(module.to(oracle.dtype)))
 
 
@@ -239,12 +239,12 @@ def test_a_falling_loss_is_refused_whatever_the_signs_of_the_initial_outputs_are
         module = torch.nn.Sequential(torch.nn.Linear(fed.data.shape[0], 3), torch.nn.ReLU(), torch.nn.Linear(3, 4))
     torch.nn.init.constant_(module[2].bias, -100)
     with pytest.raises(ConfigError, match="nll_loss' has no lower bound"):
-        make_oracle(module, task_of(fed.data, objective), fed)
+        make_oracle(module, make_task(fed.data, objective), fed)
 
 
 def test_a_loss_may_have_constants() -> None:
     problem = Problem(CASES["softmax"])
-    make_oracle(problem.module, task_of(problem.fed.data, Objective(loss=Learned(trains=False))), problem.fed)
+    make_oracle(problem.module, make_task(problem.fed.data, Objective(loss=Learned(trains=False))), problem.fed)
 
 
 PAIRED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -18,7 +18,7 @@ from fedloom.data.federation import Federation
 from fedloom.engine.state import State
 from fedloom.errors import ConfigError, Refused
 from fedloom.local import LocalSGD, Work, descend
-from fedloom.local.optimizer import OptimizerStates, slots_of
+from fedloom.local.optimizer import OptimizerStates, find_slots
 from fedloom.rows.layout import Layout
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
@@ -109,7 +109,7 @@ def test_kept_states_go_on_where_they_stopped(name: str) -> None:
     oracle = problem.oracle("compiled")
     local = LocalSGD(lr=0.02, batch_size="full", steps=3, optimizer=f"torch.optim:{name}")
     like = oracle.layout.vector(oracle.module)
-    memory = OptimizerStates(like.new_zeros(M, 0), slots_of(local, oracle.layout, like))
+    memory = OptimizerStates(like.new_zeros(M, 0), find_slots(local, oracle.layout, like))
     w = problem.start
     for _ in range(2):
         work = Work(oracle, torch.arange(M), torch.full((M, 1), 1 / M), local, memory=memory)
@@ -216,7 +216,7 @@ def test_what_no_row_can_hold_is_not_kept() -> None:
     layout = Layout.create_from_shapes({"w": (2, 2)})
     local = LocalSGD(optimizer=Odd, optimizer_state="persistent")
     with pytest.raises(ConfigError, match="'said' of .*Odd' is a str"):
-        slots_of(local, layout, torch.zeros(4))
+        find_slots(local, layout, torch.zeros(4))
 
 
 def test_adamw_decays_as_in_torch_unless_told_otherwise() -> None:

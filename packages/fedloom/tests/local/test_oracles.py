@@ -21,10 +21,10 @@ from torch.nn import functional
 from fedloom.data.federation import Federation
 from fedloom.errors import ConfigError, Refused
 from fedloom.local import LocalSGD, descend, oracles
-from fedloom.local.oracles import Network, chains_of, chunk_count, chunk_limit, make_oracle
+from fedloom.local.oracles import Network, chunk_count, chunk_limit, find_chains, make_oracle
 from fedloom.models import CNN, MLP, Dropout, Guided, Mixture, ResNet18
 from fedloom.seeds import generator
-from fedloom.tasks import task_of
+from fedloom.tasks import make_task
 
 CLASSES = handwritten.CLASSES
 
@@ -36,7 +36,7 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def oracle_of(module: nn.Module, fed: Federation, name: str = "auto") -> Network:
-    return make_oracle(module, task_of(fed.data), fed, name)
+    return make_oracle(module, make_task(fed.data), fed, name)
 
 
 def trained(oracle: Network, local: LocalSGD, module: nn.Module, ids: list[int] | None = None) -> Tensor:
@@ -146,7 +146,7 @@ TWICE = ("shared layer", "mixture of one network twice")
 @pytest.mark.parametrize("case", UNFUSED)
 def test_what_fused_cannot_compute_is_left_to_others(case: str) -> None:
     fed, module = handwritten.federation(), seeded(UNFUSED[case])
-    assert chains_of(module) is None
+    assert find_chains(module) is None
     assert oracle_of(module, fed).name == "loop"
     with pytest.raises(Refused, match="gradient engine 'compiled' requires a sequence of linear layers"):
         oracle_of(module, fed, "compiled")
@@ -169,7 +169,7 @@ def test_fused_computes_linear_layers_and_pointwise_activations(case: str) -> No
 
 
 def test_a_dropout_layer_used_twice_is_left_to_others() -> None:
-    assert chains_of(shared_dropout()) is None
+    assert find_chains(shared_dropout()) is None
 
 
 def test_dropout_of_the_inputs() -> None:

@@ -21,7 +21,7 @@ from fedloom.local.oracles import Network, make_oracle, precision
 from fedloom.local.oracles.looped import Looped
 from fedloom.local.oracles.precision import find_product_parameters
 from fedloom.models import CNN, MLP, Softmax
-from fedloom.tasks import task_of
+from fedloom.tasks import make_task
 
 SMALL = CNN(channels=(4,), kernel=3, hidden=(8,))
 
@@ -33,7 +33,7 @@ def able(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def oracle_of(problem: Problem, name: str, low: precision.Precision) -> Network:
-    return make_oracle(problem.module, task_of(problem.fed.data), problem.fed, name, precision=low)
+    return make_oracle(problem.module, make_task(problem.fed.data), problem.fed, name, precision=low)
 
 
 @pytest.fixture

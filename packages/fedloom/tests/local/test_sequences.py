@@ -17,7 +17,7 @@ from fedloom.local import LocalSGD, Work, descend
 from fedloom.local.oracles import ORACLES, Network, make_oracle
 from fedloom.models import LSTM, MLP, ModelSpec, Transformer
 from fedloom.seeds import generator
-from fedloom.tasks import Objective, task_of
+from fedloom.tasks import Objective, make_task
 
 SIZES, VOCABULARY, LONGEST, CLASSES = (1, 7, 20), 9, 6, 5
 EXACT = {"rtol": 0.0, "atol": 1e-10}
@@ -51,7 +51,7 @@ def federation(each: bool, pad: int = 0) -> Federation:
 
 def oracle(spec: ModelSpec, fed: Federation, name: str, objective: Objective | None = None) -> Network:
     module = spec.build(fed.data.shape, CLASSES, 1, fed.data.tokens)
-    return make_oracle(module, task_of(fed.data, objective or Objective()), fed, name)
+    return make_oracle(module, make_task(fed.data, objective or Objective()), fed, name)
 
 
 def trained(network: Network, local: LocalSGD) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.errors import ConfigError
-from fedloom.models import CNN, MLP, ModelSpec, factorise
+from fedloom.models import CNN, MLP, ModelSpec, factorize
 
 
 def low_rank(module: nn.Module, rank: int) -> nn.Module:
@@ -39,7 +39,7 @@ SPECS = [
 def test_predictions_are_equal_where_the_matrices_are_of_that_rank(spec: ModelSpec) -> None:
     module = low_rank(spec.build((3, 16, 16), 10, seed=1), 4)
     before = [p.clone() for p in module.parameters()]
-    found = factorise(module, tolerance=1e-5)
+    found = factorize(module, tolerance=1e-5)
     x = images((3, 16, 16))
     with torch.no_grad():
         torch.testing.assert_close(found.module(x), module(x), rtol=0, atol=1e-5)
@@ -52,7 +52,7 @@ def test_predictions_are_equal_where_the_matrices_are_of_that_rank(spec: ModelSp
 @pytest.mark.parametrize("spec", SPECS, ids=repr)
 def test_full_rank_replaces_only_where_smaller(spec: ModelSpec) -> None:
     module = spec.build((3, 16, 16), 10, seed=1).eval()
-    found = factorise(module, tolerance=0)
+    found = factorize(module, tolerance=0)
     assert (found.ranks, found.parameters) == ({}, found.original_parameters)
     assert torch.equal(found.module(images((3, 16, 16))), module(images((3, 16, 16))))
 
@@ -61,14 +61,14 @@ def test_full_rank_replaces_only_where_smaller(spec: ModelSpec) -> None:
 def test_strides_padding_and_dilation(stride: object, padding: object, dilation: object) -> None:
     layer = nn.Conv2d(8, 12, (3, 2), stride=stride, padding=padding, dilation=dilation)  # type: ignore[arg-type]
     module = low_rank(nn.Sequential(layer), 3)
-    found = factorise(module, tolerance=1e-5)
+    found = factorize(module, tolerance=1e-5)
     assert found.ranks == {"0": 3}
     torch.testing.assert_close(found.module(images((8, 9, 11))), module(images((8, 9, 11))), rtol=0, atol=1e-5)
 
 
 def test_a_smaller_rank_is_the_best_approximation() -> None:
     module = nn.Sequential(nn.Linear(20, 20, bias=False))
-    found = factorise(module, rank=2)
+    found = factorize(module, rank=2)
     weight = module.get_parameter("0.weight").detach()
     thin = found.module(torch.eye(20)).detach().T
     tail = torch.linalg.svdvals(weight)[2:]
@@ -78,11 +78,11 @@ def test_a_smaller_rank_is_the_best_approximation() -> None:
 
 def test_grouped_convolutions_stay() -> None:
     module = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect"))
-    assert factorise(module, rank=1).ranks == {}
+    assert factorize(module, rank=1).ranks == {}
 
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="rank must be at least 1, got 0"):
-        factorise(nn.Linear(2, 2), rank=0)
+        factorize(nn.Linear(2, 2), rank=0)
     with pytest.raises(ConfigError, match=r"tolerance must be in \[0, 1\), got 1"):
-        factorise(nn.Linear(2, 2), tolerance=1)
+        factorize(nn.Linear(2, 2), tolerance=1)

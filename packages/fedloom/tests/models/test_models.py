@@ -22,7 +22,7 @@ from fedloom.models import (
     ResNet18,
     Softmax,
     Transformer,
-    spec_of,
+    make_spec,
 )
 
 MNIST, CIFAR, TINY = (1, 28, 28), (3, 32, 32), (3, 64, 64)
@@ -122,10 +122,10 @@ def test_models_without_batch_statistics_stack_under_vmap(spec: ModelSpec) -> No
 def test_registries_are_usable_from_settings() -> None:
     assert {*MODELS} == {"softmax", "mlp", "cnn", "resnet18", "lstm", "transformer", "hub", "import"}
     assert not {*MODELS} & {*PAPER_NETWORKS}
-    assert spec_of("cnn", channels=[8], kernel=3) == CNN(channels=(8,), kernel=3)
-    assert spec_of("lenet", dropout=0.1) == CNN(channels=(6, 16), kernel=5, hidden=(120, 84), dropout=0.1)
+    assert make_spec("cnn", channels=[8], kernel=3) == CNN(channels=(8,), kernel=3)
+    assert make_spec("lenet", dropout=0.1) == CNN(channels=(6, 16), kernel=5, hidden=(120, 84), dropout=0.1)
     with pytest.raises(ConfigError, match="did you mean 'lenet'"):
-        spec_of("lennet")
+        make_spec("lennet")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_registries_are_usable_from_settings() -> None:
 )
 def test_values_out_of_range_are_refused(kind: str, options: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        spec_of(kind, **options)
+        make_spec(kind, **options)
 
 
 @pytest.mark.parametrize(

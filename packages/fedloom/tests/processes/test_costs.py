@@ -19,7 +19,7 @@ from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import clients_of
 from fedloom.engine.state import initial_state
-from fedloom.lab.experiment.measure.bench import costs_of
+from fedloom.lab.experiment.measure.bench import measure_costs
 from fedloom.local import LocalSGD
 from fedloom.local.oracles import chunk_count
 from fedloom.models import MLP
@@ -101,7 +101,7 @@ def test_who_is_watched_does_the_same() -> None:
 
 def test_clients_that_are_asked_only_are_not_of_the_cohort() -> None:
     setting = SETTING.with_(sampler=SAMPLERS["power-of-choice"](clients=5, candidates=12))
-    found = costs_of(setting, Iid(clients=30)(load("digits"), seed=0), 1)
+    found = measure_costs(setting, Iid(clients=30)(load("digits"), seed=0), 1)
     assert found.cohort == 5
     assert found.crowd >= 1
     assert found.cores == usable_cores()
@@ -116,7 +116,7 @@ def test_bytes_of_a_message_are_those_that_ranks_send(monkeypatch: pytest.Monkey
         return pack(*given)
 
     monkeypatch.setattr(parcel, "pack_tensors", noted)
-    found = costs_of(SETTING, Iid(clients=30)(load("digits"), seed=0), 2)
+    found = measure_costs(SETTING, Iid(clients=30)(load("digits"), seed=0), 2)
     assert found.cohort == 20
     assert found.message == pytest.approx(sent[0], rel=0.01)
     d = 64 * 8 + 8 + 8 * 10 + 10

@@ -212,7 +212,7 @@ def test_a_worker_that_a_signal_has_stopped_is_reported_once(first: bool, monkey
             os.kill(record.args[0], signal.SIGCONT)  # type: ignore[index,arg-type]
 
     lines: list[str] = []
-    monkeypatch.setattr(pools, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(pools, "WATCH_INTERVAL_SECONDS", 0.02)
     monkeypatch.setattr(pools, "MIN_SILENCE_SECONDS", 0.3)
     log = logging.getLogger("fedloom")
     handler = Continue()
@@ -274,13 +274,13 @@ def test_a_worker_that_takes_far_longer_than_the_others_is_reported(monkeypatch:
     monkeypatch.setattr(pools, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + later[0]))
     try:
         with WorkerPool([wait], 2) as pool:
-            monkeypatch.setattr(pools, "WATCH_SECONDS", 600.0)
+            monkeypatch.setattr(pools, "WATCH_INTERVAL_SECONDS", 600.0)
             slow_parent = pool.map(wait, None, [False] * 4)
             next(slow_parent)
             later[0] = 3600.0  # of the parent, not of a worker
             list(slow_parent)
             assert not lines
-            monkeypatch.setattr(pools, "WATCH_SECONDS", 0.02)
+            monkeypatch.setattr(pools, "WATCH_INTERVAL_SECONDS", 0.02)
             monkeypatch.setattr(pools, "MIN_SILENCE_SECONDS", 0.1)
             list(pool.map(wait, None, [False, False, True]))
     finally:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fedloom.lab import report
 from fedloom.lab.cli import app
 from fedloom.lab.printing import print_results
-from fedloom.lab.report.comparison.conclusion import SHOWN_PAIRS, conclude_runs
+from fedloom.lab.report.comparison.conclusion import MAX_SHOWN_PAIRS, conclude_runs
 from fedloom.lab.report.comparison.recorded import RecordedComparison
 
 RUNNER = CliRunner()
@@ -45,9 +45,9 @@ def test_fewer_than_five_seeds_have_no_winner(tmp_path: Path) -> None:
 
 def test_it_has_three_to_six_lines_and_names_what_it_leaves_out(run: Path) -> None:
     (found,) = conclude_runs([run])
-    assert len(found.pairs) > SHOWN_PAIRS
+    assert len(found.pairs) > MAX_SHOWN_PAIRS
     lines = found.lines()
-    assert f"  {len(found.pairs) - SHOWN_PAIRS} more in the report" in lines
+    assert f"  {len(found.pairs) - MAX_SHOWN_PAIRS} more in the report" in lines
     assert len(lines) <= 7
     assert found.lines(None) == [found.answer, *(f"  {line}" for line in found.pairs), found.compared, found.cost]
 
@@ -56,7 +56,7 @@ def test_python_the_terminal_and_the_page_say_the_same(run: Path, tmp_path: Path
     (found,) = conclude_runs([run])
     printed = RUNNER.invoke(app, ["report", str(run), "--out", str(tmp_path / "page.html")]).output
     head = (tmp_path / "page.html").read_text().partition("</header>")[0]
-    for line in (found.answer, *found.pairs[:SHOWN_PAIRS], found.compared, found.cost):
+    for line in (found.answer, *found.pairs[:MAX_SHOWN_PAIRS], found.compared, found.cost):
         assert line in printed
         assert escape(line) in head
     for line in (found.answer, found.compared, found.cost):

@@ -29,7 +29,7 @@ def test_p_values_verdicts_and_intervals_agree(members: list[list[float]]) -> No
         assert one.mean == pytest.approx(np.mean(values), abs=1e-12)
         assert (one.p, one.holm) == (pytest.approx(p[k], abs=1e-12), pytest.approx(corrected[k], abs=1e-12))
         assert one.significant == rejections[k]
-        assert one.testable
+        assert one.is_testable
         if k in spread and not math.isclose(one.half, abs(one.mean)):
             assert one.significant == (abs(one.mean) > one.half)
             plain = stats.ttest_1samp(values, 0).confidence_interval(1 - FAMILY_ERROR_LEVEL)
@@ -49,7 +49,7 @@ def test_few_seeds_are_no_member_of_the_family() -> None:
     few = dict(enumerate([0.1, 0.1001, 0.1, 0.1]))
     both = run_family_tests({"many": many, "few": few, "none": {}})
     assert both["many"] == run_family_tests({"many": many})["many"]
-    assert (both["few"].significant, both["few"].testable, math.isnan(both["few"].p)) == (False, False, True)
+    assert (both["few"].significant, both["few"].is_testable, math.isnan(both["few"].p)) == (False, False, True)
     assert math.isnan(both["none"].mean)
 
 
@@ -71,7 +71,7 @@ def test_seeds_that_repeat_the_runs_of_others_count_once(mine: list[int], others
     )
     found = seed_differences(one, other)
     assert [*found] == [seed for seed, kind in enumerate(kinds) if kind not in kinds[:seed]]
-    assert run_family_tests({"a": found})["a"].testable == (len(set(kinds)) >= 5)
+    assert run_family_tests({"a": found})["a"].is_testable == (len(set(kinds)) >= 5)
 
 
 def _recorded(draws: list[int]) -> dict[str, dict[int, float]]:

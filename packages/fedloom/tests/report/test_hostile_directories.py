@@ -20,7 +20,7 @@ from recorded import Recording
 
 from fedloom.errors import CheckpointError, ConfigError, FedloomError, RunDirError
 from fedloom.lab import report
-from fedloom.lab.report.charts.kit import Figure, layer_chart, mark, number
+from fedloom.lab.report.charts.kit import Figure, layer_chart, mark_layer, number
 from fedloom.lab.report.csv_files import render_csv, render_table_csv
 
 pytestmark = pytest.mark.attack("hostile directories")
@@ -176,7 +176,7 @@ def test_a_client_that_the_partition_has_not_is_refused(copy: Path) -> None:
 def test_a_chart_with_any_character_becomes_a_picture(letter: str) -> None:
     rows = [{"x": 1.0, f"y{letter}": 2.0, "name": f"a{letter}b"}]
     spec = layer_chart(
-        mark("point", {"x": number("x", f"title{letter}"), "color": {"field": "name", "type": "nominal"}})
+        mark_layer("point", {"x": number("x", f"title{letter}"), "color": {"field": "name", "type": "nominal"}})
     )
     svg = Figure("a", "g", f"t{letter}", "t", f"caption{letter}", spec, {"rows": rows}, "wide").svg()
     assert "a\ufffdb" in svg

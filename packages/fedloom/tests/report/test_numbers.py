@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fedloom.algorithms import REGISTRY, role_of
+from fedloom.algorithms import REGISTRY, get_role
 from fedloom.lab import report
 from fedloom.lab.report import numbers, overview
 from fedloom.lab.report.comparison import criteria as compare
@@ -105,7 +105,7 @@ def test_work_is_totalled_and_traffic_goes_both_ways(tmp_path: Path) -> None:
     for t in (1, 2):
         rows += [("a", 0, t, -1, "", "", "bytes_up", 3.0 * t), ("a", 0, t, -1, "", "", "bytes_down", 4.0 * t)]
     runs = read_runs([store(tmp_path / "r", rows)])
-    assert compare.cumulative(runs[0], "a", 0, "bytes").value.tolist() == [7, 14]
+    assert compare.accumulate_cost(runs[0], "a", 0, "bytes").value.tolist() == [7, 14]
     assert compare.cost_to_reach(runs, method_rows(runs), "accuracy", 0.5, "bytes")[0].mean == 7
     assert compare.cost_to_reach(runs, method_rows(runs), "accuracy", 0.6, "bytes")[0].mean == 14
     assert compare.cost_to_reach(runs, method_rows(runs), "accuracy", 0.95, "bytes") == {}
@@ -132,7 +132,7 @@ def test_a_method_has_the_role_that_its_record_states_whatever_it_is_called() ->
     assert default_baseline([of("fedavg", None), of("local", None)]) == "local"  # of a directory without roles
     assert default_baseline([of("fedavg", "average"), of("mine:Alone", "alone")]) == "mine:Alone"
     assert default_baseline([of("local", ""), of("fedavg", "average")]) == "fedavg"
-    roles = {name: role_of(entry()) for name, entry in REGISTRY.items()}
+    roles = {name: get_role(entry()) for name, entry in REGISTRY.items()}
     named = {name: role for name, role in roles.items() if role}
     assert named == {"local": "alone", "fedavg": "average", "centralized": "pooled"}
 

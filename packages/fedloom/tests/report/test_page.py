@@ -22,7 +22,7 @@ from fedloom.errors import CheckpointError, ConfigError
 from fedloom.lab import report
 from fedloom.lab.experiment import Plan, parse
 from fedloom.lab.report import document, overview
-from fedloom.lab.report.charts.kit import slug
+from fedloom.lab.report.charts.kit import make_slug
 from fedloom.lab.report.markup import render_scrolling_table
 from fedloom.lab.report.numbers import Estimate, Row, method_rows
 from fedloom.lab.report.page import make_figures
@@ -366,4 +366,4 @@ def test_a_run_of_ten_thousand_clients_has_small_files(tmp_path: Path) -> None:
 
 
 def test_small_words() -> None:
-    assert slug("../a b/c") == "a-b-c"
+    assert make_slug("../a b/c") == "a-b-c"

@@ -72,7 +72,7 @@ def test_the_page_has_one_target(tmp_path: Path, models: Models) -> None:
 def test_classes_of_devices_have_the_target_of_the_overview(tmp_path: Path) -> None:
     """Of two runs that are compared the better one sets it for both."""
     runs = read_runs([ODD.write(tmp_path / "one"), replace(ODD, seed=1).write(tmp_path / "two")])
-    goals = {devices.target_of_run(run, runs, method_rows(runs), "accuracy") for run in runs}
+    goals = {devices.find_run_target(run, runs, method_rows(runs), "accuracy") for run in runs}
     assert goals == {point["target"] for point in charts(runs)["costs-reached"].rows}
 
 

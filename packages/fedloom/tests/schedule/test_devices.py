@@ -25,7 +25,7 @@ from fedloom.lab.cli import app
 from fedloom.local import Ctx, Nothing, Work
 from fedloom.schedule import Buffered, Classes, Deadline, Equal, LogNormal, OverSelection, Presence, Synchronous, Trace
 from fedloom.testing import check_timing
-from fedloom.testing.timing import TIME_LAWS, N, Speeds, clock_of, federation, run_rounds
+from fedloom.testing.timing import TIME_LAWS, N, Speeds, federation, get_clock, run_rounds
 
 NONE = torch.zeros(0)
 KRUM = {"kind": "multi-krum", "f": 1}
@@ -280,12 +280,12 @@ def test_partial_work_ends_within_the_deadline() -> None:
     whole = run_rounds("fedprox", speeds, Deadline(seconds=0.2), local=local)
     part = run_rounds("fedprox", speeds, Deadline(seconds=0.2, partial=True), local=local)
     for result, least in ((whole, 0), (part, N)):
-        log = clock_of(result).history()
+        log = get_clock(result).history()
         taken = log[log[:, 6] == 0]
         assert (taken[:, 4] <= taken[:, 1] * 0.2 + 0.2 + 1e-9).all()
         assert least <= len(taken) // 4
-    assert clock_of(whole).history().shape == clock_of(part).history().shape
-    assert (clock_of(whole).history()[:, 6] != 0).any()
+    assert get_clock(whole).history().shape == get_clock(part).history().shape
+    assert (get_clock(whole).history()[:, 6] != 0).any()
 
 
 def test_a_deadline_has_the_rounds_of_fiaelt_shorter_which_reports_its_criterion() -> None:
@@ -295,7 +295,7 @@ def test_a_deadline_has_the_rounds_of_fiaelt_shorter_which_reports_its_criterion
         run_rounds(FIAELT(passes=2, r=0.4), devices, Deadline(seconds=seconds, partial=True), local=local, **more)
         for devices in (speeds, Equal(speed=1e5))
     )
-    log = clock_of(slow).history()
+    log = get_clock(slow).history()
     assert (log[:, 6] == 0).all()
     assert (log[:, 4] <= log[:, 1] * seconds + seconds + 1e-9).all()
     assert float(slow.state.server.iterations) < float(fast.state.server.iterations)
@@ -323,7 +323,7 @@ def test_workers_change_no_bit() -> None:
         for w in (1, 2)
     )
     assert all(torch.equal(a, b) for a, b in zip(one.state.server, two.state.server, strict=True))
-    assert clock_of(one).now == clock_of(two).now
+    assert get_clock(one).now == get_clock(two).now
 
 
 def test_results_have_uploads_and_the_time_to_a_target() -> None:
@@ -333,7 +333,7 @@ def test_results_have_uploads_and_the_time_to_a_target() -> None:
     assert max(table["staleness"].to_pylist()) > 0
     by_client, overall = result.time_to(0.5, by="client"), result.time_to(0.5)["all"]
     assert len(by_client) == N
-    assert min(by_client.values()) <= overall <= clock_of(result).now
+    assert min(by_client.values()) <= overall <= get_clock(result).now
     assert set(result.time_to(0.5, by="device")) == {"slow", "middle", "fast"}
     assert result.time_to(2.0) == {"all": math.inf}
     with pytest.raises(ConfigError, match="has no simulated clock"):
@@ -399,7 +399,7 @@ def test_presence_pauses_work_and_a_run_waits_for_clients() -> None:
     result = run_rounds("fedavg", devices, Buffered(buffer=2), rounds=5, sampler={"kind": "uniform", "clients": 3})
     assert result.rounds == 5
     fleet = devices.fleet(N, 0, torch.zeros(N))
-    log = clock_of(result).history()
+    log = get_clock(result).history()
     for client, start, end, busy in log[:, [0, 3, 4, 5]]:
         assert fleet.presence_seconds(int(client), start, end) == pytest.approx(busy, abs=1e-6)
         assert fleet.next(int(client), start) == pytest.approx(start)

@@ -327,7 +327,7 @@ def test_a_rare_level_of_a_column_of_a_table_is_not_far_away() -> None:
     table, x, owner = Table.numeric(1), torch.zeros(1000, 1, dtype=torch.float64), torch.zeros(1000, dtype=torch.long)
     x[::200] = 1
     fitted = table.fit(x, owner, owner == 0)[0]
-    assert table.find_far(x[:1], fitted) == [] == table.strange(x[:1], fitted)
+    assert table.find_far(x[:1], fitted) == [] == table.note_outliers(x[:1], fitted)
     assert table.find_far(1000 * x[:1], fitted) == ["x0"]
 
 

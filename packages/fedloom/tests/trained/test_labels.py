@@ -21,8 +21,8 @@ from fedloom.lab.cli import app
 from fedloom.local import LocalSGD, Work
 from fedloom.local.oracles import make_oracle
 from fedloom.models import MLP
-from fedloom.tasks import Objective, task_of
-from fedloom.tasks.sums import metrics_of, sums_of
+from fedloom.tasks import Objective, make_task
+from fedloom.tasks.sums import compute_metrics, compute_sums
 
 NAMES = ["sepsis", "stroke", "aki"]
 
@@ -126,7 +126,7 @@ def test_weighted_labels_give_the_gradient_of_the_loss_with_pos_weight(engine: s
     data = fl.Dataset.create(x, y, task="multilabel", classes=NAMES, clients=np.repeat([0, 1, 2], [40, 77, 123]))
     fed = fl.partitions.natural(test=0.0)(data, seed=0).to(dtype=torch.float64)
     oracle = make_oracle(
-        MLP(hidden=(5,)).build((4,), 3, seed=1), task_of(data, Objective(class_weights=weights)), fed, engine
+        MLP(hidden=(5,)).build((4,), 3, seed=1), make_task(data, Objective(class_weights=weights)), fed, engine
     )
     work = Work(oracle, torch.arange(3), torch.full((3, 1), 1 / 3), LocalSGD(batch_size="full"), seed=0)
     rows = oracle.layout.vector(oracle.module).double().expand(3, -1).contiguous()
@@ -181,7 +181,7 @@ def test_unknown_labels_count_in_no_loss_and_no_metric(tmp_path: Path) -> None:
         truth, scores = target[known, k].numpy(), z[known, k].numpy()
         assert float(figures[f"label_auroc[{name}]"]) == pytest.approx(roc_auc_score(truth, scores))
         assert float(figures[f"label_f1[{name}]"]) == pytest.approx(f1_score(truth, scores > 0))
-    sums = metrics_of(one, sums_of(one, z, target))
+    sums = compute_metrics(one, compute_sums(one, z, target))
     assert all(float(figures[name]) == pytest.approx(value) for name, value in sums.items())
     known = target >= 0
     every = torch.nn.functional.binary_cross_entropy_with_logits(z, target.clamp(min=0), reduction="none")

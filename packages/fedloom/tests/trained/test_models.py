@@ -39,7 +39,7 @@ from fedloom.local.oracles import make_oracle
 from fedloom.models import CNN, MLP, ModelSpec, Softmax
 from fedloom.rows.layout import Layout
 from fedloom.seeds import derive
-from fedloom.tasks import task_of
+from fedloom.tasks import make_task
 from fedloom.trained.export import EXPORT_FORMATS, export_model, load
 from fedloom.trained.model import Model
 from fedloom.trained.models import Models
@@ -237,7 +237,7 @@ def started(result: Result, data: Dataset) -> tuple[Work, Tensor]:
     """The work of a new client in the round after the last, and the global model."""
     job = result.job
     fed = single_client_federation(InputSpec.create(job.eval_fed.data).take(data))
-    oracle = make_oracle(result.models.recipe.build(), task_of(fed.data), fed)
+    oracle = make_oracle(result.models.recipe.build(), make_task(fed.data), fed)
     seed = derive(job.setting.seed, client=job.n, purpose="adapt")
     share = torch.full((1, 1), 1 / (job.n + 1))
     start = job.algorithm.global_model(result.state.server)
@@ -405,7 +405,7 @@ def test_a_model_of_low_rank_is_exported_in_thin_layers(fed: Federation, tmp_pat
     assert ranks["torch"]
     index = fed.indices("train", 0)
     x, raw = fed.fetch(index), fed.data.x[index]
-    thin = fl.models.thin(spec.build((1, 8, 8), 10), ranks["safetensors"])
+    thin = fl.models.make_thin_copy(spec.build((1, 8, 8), 10), ranks["safetensors"])
     thin.load_state_dict(load_file(tmp_path / "safetensors"))
     assert sum(p.numel() for p in thin.parameters()) < model.recipe.layout.d
     session = onnxruntime.InferenceSession(tmp_path / "onnx")
@@ -415,7 +415,7 @@ def test_a_model_of_low_rank_is_exported_in_thin_layers(fed: Federation, tmp_pat
     for got in (session.run(["probabilities"], {"samples": raw.numpy()})[0], load(tmp_path / "torch").scores(raw)):
         np.testing.assert_allclose(got, want.double().softmax(-1).numpy(), rtol=0, atol=1e-5)
     with pytest.raises(ConfigError, match="'flatten' is not a linear"):
-        fl.models.thin(spec.build((1, 8, 8), 10), {"flatten": 1})
+        fl.models.make_thin_copy(spec.build((1, 8, 8), 10), {"flatten": 1})
 
 
 def test_an_unknown_format_writes_nothing(fed: Federation, tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_a_new_hospital_is_scored_as_it_would_be_used(opened: RunDirectory, tmp_
         said = call("evaluate", opened.path, "--data", file, "--method", "fedavg")
         assert said.index("average") < said.index("on these rows")
     model = opened["fedavg", 0].models.ready()
-    fresh = model.rescaled(opened.read(file)).scores(fitted.rows.x)
+    fresh = model.rescale(opened.read(file)).scores(fitted.rows.x)
     agree(fitted.metrics(), figures_of(fresh, rows), "rescaled")
 
 
@@ -238,12 +238,12 @@ def test_a_graph_takes_markers_and_decides_by_the_threshold_that_it_is_given(
 ) -> None:
     rows = hospitals.patients("Birke", seed=6)
     file, words = hospitals.write(tmp_path / "new.csv", rows), ("export", opened.path, "--method", "fedavg")
-    want = opened.predict(file, "fedavg", client="Birke").decided(0.05)
+    want = opened.predict(file, "fedavg", client="Birke").apply_threshold(0.05)
     assert 0 < list(want.labels).count("1") < len(rows)
     numbers = np.array([[np.nan if row[n] is None else row[n] for n in NUMBERS] for row in rows], float)
     assert (numbers == -9).any()
     feed = {"numbers": numbers, "texts": np.array([[row["sex"], row["ward"]] for row in rows], object)}
-    for threshold, labels in ((0.05, want.labels), (None, want.decided(None).labels)):
+    for threshold, labels in ((0.05, want.labels), (None, want.apply_threshold(None).labels)):
         more = () if threshold is None else ("--threshold", threshold)
         said = call(*words, "--client", "Birke", "--format", "onnx", "--out", tmp_path / "m.onnx", *more)
         assert f"class '1' if its probability is at least {threshold or 0.5:g}" in said

@@ -19,7 +19,7 @@ from fedloom.lab.experiment import parse
 from fedloom.lab.experiment.events import Event
 from fedloom.lab.experiment.tuning import Range, Tune
 from fedloom.lab.tune import Trial
-from fedloom.lab.tune.search import Search, SearchResult, replace_params, settings_of
+from fedloom.lab.tune.search import Search, SearchResult, count_settings, replace_params
 from tests.commands import call, in_a_fork
 
 GRID = """
@@ -92,7 +92,7 @@ def test_every_setting_comes_once_the_files_own_first(
     space: dict[str, tuple[int, ...]], seed: int, more: int, data: st.DataObject
 ) -> None:
     points = [dict(zip(space, values, strict=True)) for values in product(*(dict.fromkeys(v) for v in space.values()))]
-    assert settings_of(space) == len(points)
+    assert count_settings(space) == len(points)
     own = data.draw(st.sampled_from([None, *points]))
     search = search_of(space, len(points) + more, seed, own=own)
     assert search.is_exhaustive

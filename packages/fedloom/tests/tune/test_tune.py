@@ -29,11 +29,11 @@ from fedloom.lab.experiment.tuning import Tune
 from fedloom.lab.tune import Trial
 from fedloom.lab.tune.search import (
     Search,
+    build_search_space,
     check_values,
     file_setting_values,
     read_default_spaces,
     replace_params,
-    space_of,
 )
 from fedloom.storage import disk
 from fedloom.values import fields_of
@@ -574,7 +574,7 @@ def test_every_default_space_fits_its_method() -> None:
     document = {"data": {"source": "digits"}, "method": [{"algorithm": name} for name in REGISTRY]}
     experiment = parse(document)
     for place, method in enumerate(experiment.methods):
-        space = space_of(method, experiment.tune, "defaults")
+        space = build_search_space(method, experiment.tune, "defaults")
         assert space
         check_values(document, place, space, "defaults")
         own = file_setting_values(method, space)
@@ -592,7 +592,7 @@ def test_every_default_space_fits_its_method() -> None:
 
 def test_a_suggestion_depends_on_what_was_tried_only() -> None:
     experiment = parse({"data": {"source": "digits"}, "method": [{"algorithm": "fedprox"}]})
-    space = space_of(experiment.methods[0], experiment.tune, "")
+    space = build_search_space(experiment.methods[0], experiment.tune, "")
     search = Search(space, Tune(), "fedprox", True, None)
     trials: list[Trial] = []
     for number in range(15):

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.formats import option, significant
+from fedloom.formats import format_option, format_significant
 from fedloom.lab.cli import DataDir, FileArgument, app, complete_one_of, print_errors, say
 from fedloom_clinic.cli.penalty import PenaltyName, Strength, read_strength, say_penalty
 
@@ -93,13 +93,13 @@ def cox(
             )
             fit, losses = secure.fit, secure.losses
             say(
-                f"bins of {option(bins)}, with at least {least} events and rows per site: "
+                f"bins of {format_option(bins)}, with at least {least} events and rows per site: "
                 f"{losses.rare + losses.uncovered} of {losses.events} events are censored ({losses.rare} in bins with "
                 f"too few events or rows, {losses.uncovered} after the last bin)"
             )
             say(
-                f"rounding changes each coefficient by at most {significant(float(secure.bound.max()), 1)} relative "
-                f"to the pooled fit of these rows"
+                f"rounding changes each coefficient by at most {format_significant(float(secure.bound.max()), 1)} "
+                f"relative to the pooled fit of these rows"
             )
         low, high = fit.interval()
         heads = ("coefficient", "standard error", "hazard ratio", "95 % from", "to", "p")
@@ -118,10 +118,10 @@ def cox(
         if parts:
             whole = SurvivalRows(*(np.concatenate(part) for part in zip(*parts, strict=True)))
             by_site = ", ".join(
-                f"{name} {significant(c, 3)}" if (c := concordance(rows)) == c else f"{name} none"
+                f"{name} {format_significant(c, 3)}" if (c := concordance(rows)) == c else f"{name} none"
                 for name, rows in zip(table.names, parts, strict=True)
             )
             say(
                 f"concordance on {len(whole.z)} test rows with {int(whole.event.sum())} events: "
-                f"{significant(concordance(whole), 3)}; by site: {by_site}"
+                f"{format_significant(concordance(whole), 3)}; by site: {by_site}"
             )

@@ -24,7 +24,7 @@ from fedloom.data.survey.facts import (
 )
 from fedloom.data.survey.people import IDENTITY_KINDS, NEUTRAL_WORDS, names_person, split_name, words
 from fedloom.errors import ConfigError, DataError, NoSamples
-from fedloom.hints import nearest
+from fedloom.hints import suggest_nearest
 
 SITE_WORDS = words(
     "site sites hospital hospitals center centers centre centres clinic clinics institution institute inst facility "
@@ -100,7 +100,7 @@ class TableSurvey:
             ConfigError: the table has no column with this name.
         """
         if name not in self.columns:
-            raise ConfigError(f"{self.path}: {what}: no column {name!r}; {nearest(name, self.names)}")
+            raise ConfigError(f"{self.path}: {what}: no column {name!r}; {suggest_nearest(name, self.names)}")
         return self.columns[name]
 
     def sites(self, excluded: Collection[str]) -> tuple[list[str], list[str]]:
@@ -144,7 +144,7 @@ class TableSurvey:
         sure = [c.name for c in first if names_person(c.name) and (whole or len(fit) == 1)][:1]
         return sure, [c.name for c in first if c.name not in sure]
 
-    def twins(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    def find_duplicates(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield pairs of columns with equal cells. Each later column is paired with the first one."""
         first_names: dict[bytes, str] = {}
         for name in names:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fedloom.data import Dataset, by_site
 from fedloom.data.dataset import CLASS_TASKS
-from fedloom.data.sources.table.designs import seconds_of
+from fedloom.data.sources.table.designs import parse_seconds
 from fedloom.data.sources.table.levels import similar_levels_text
 from fedloom.data.sources.table.targets import similar_levels_message
 from fedloom.data.survey.agreement import Agreement
@@ -23,8 +23,8 @@ from fedloom.data.survey.facts import (
     POSSIBLE_LEVEL_TOKENS,
     ColumnProfile,
     find_answer_codes,
+    infer_time_unit,
     is_repeated_unit,
-    time_unit_of,
 )
 from fedloom.data.survey.leaks import LEAK_SHARE
 from fedloom.data.survey.people import names_person
@@ -170,7 +170,7 @@ class ExperimentDraft:
         if not measured:
             self._report_gaps(target)
             self._ask_about_classes(target, classes)
-        if self._event is not None and (unit := time_unit_of(target.name, np.unique(target.numbers))):
+        if self._event is not None and (unit := infer_time_unit(target.name, np.unique(target.numbers))):
             self.questions.append(
                 f"the time {target.name!r} may hold dates as {unit}: is it a time since the start of observation? Name "
                 "another column by --target, or delete this question"
@@ -247,7 +247,7 @@ class ExperimentDraft:
         came = [
             c
             for c in dates
-            if not BIRTH_NAME_PATTERN.search(c.name) and all(seconds_of(level) is not None for level in c.levels)
+            if not BIRTH_NAME_PATTERN.search(c.name) and all(parse_seconds(level) is not None for level in c.levels)
         ]
         self._order = came[0] if came else None
         if self._order is not None:
@@ -348,7 +348,7 @@ class ExperimentDraft:
         survey = self._survey
         roles = (*self._outcome, self._site, self._subject)
         candidates = [c for c in survey.columns.values() if not any(c is role for role in roles)]
-        twins = dict(survey.twins([c.name for c in candidates if c.kind != "empty"]))
+        twins = dict(survey.find_duplicates([c.name for c in candidates if c.kind != "empty"]))
         self._shifts = dict[str, dict[str, by_site.Shift]]()
         self._categorical, self._impute, self._width = list[str](), False, 0
         self._odd = list(self._target.odd) if self._target is not None and self._target.kind == "number" else []

@@ -21,11 +21,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from fedloom.errors import DataError
-from fedloom.hints import unknown
+from fedloom.hints import unknown_name_error
 from fedloom_clinic.fits.penalty import (
-    At,
     Floats,
     Likelihood,
+    LikelihoodFunction,
     Mask,
     PenaltyKind,
     Ridge,
@@ -35,9 +35,9 @@ from fedloom_clinic.fits.penalty import (
     find_ridge,
 )
 from fedloom_clinic.fits.separation import (
-    CONTRADICTED_BY_ROUNDING,
     MAX_CONDITION_NUMBER,
     MIN_SUPPORT_SHARE,
+    ROUNDING_CONFLICT_REASON,
     check_columns,
     find_recession_direction,
     find_separating_direction,
@@ -276,7 +276,7 @@ def fit_cox(
         DataError: times are below 0, no row has an event, a column does not vary, or no finite fit exists.
     """
     if ties not in TIES_METHODS:
-        raise unknown("treatment of ties", ties, TIES_METHODS)
+        raise unknown_name_error("treatment of ties", ties, TIES_METHODS)
     check_penalty(penalty, strength)
     names = names or [f"column {k}" for k in range(sites[0].x.shape[1])]
     _check_sites(sites)
@@ -287,18 +287,22 @@ def fit_cox(
     scaled = [site._replace(x=(site.x - centre) / spread) for site in sites]
     ridge, weights, sizes = None, np.ones(len(names)), [len(site.x) for site in scaled]
 
-    def part(rows: Sequence[Mask]) -> At:
-        return _likelihood_of(scaled, rows, ties, stratify=stratify)
+    def part(rows: Sequence[Mask]) -> LikelihoodFunction:
+        return _sum_likelihoods(scaled, rows, ties, stratify=stratify)
 
     at = penalized = part([np.ones(size, bool) for size in sizes])
     if penalty == "ridge":
         ridge = find_ridge(
-            strength, part, sizes, weights, lambda at, start: newton(at, names, penalty="ridge", start=start)[0]
+            strength,
+            part,
+            sizes,
+            weights,
+            lambda at, start: maximize_likelihood(at, names, penalty="ridge", start=start)[0],
         )
         penalized = add_ridge_penalty(at, count * ridge.strength * weights)
     elif penalty == "firth":
         penalized = add_firth_penalty(at, lambda beta, metric: _penalty_gradient(scaled, ties, stratify, beta, metric))
-    beta, here = newton(
+    beta, here = maximize_likelihood(
         penalized,
         names,
         lambda: find_separating_direction(*_row_differences(scaled, stratify=stratify)),
@@ -315,7 +319,9 @@ def _iterate_strata(sites: Sequence[SurvivalSite], *, stratify: bool) -> Iterato
         yield group, np.unique(np.concatenate([site.time[site.event == 1] for site in group]))
 
 
-def _likelihood_of(sites: Sequence[SurvivalSite], rows: Sequence[Mask], ties: str, *, stratify: bool) -> At:
+def _sum_likelihoods(
+    sites: Sequence[SurvivalSite], rows: Sequence[Mask], ties: str, *, stratify: bool
+) -> LikelihoodFunction:
     """Return the likelihood of some rows of each site."""
     chosen = [SurvivalSite(*(part[some] for part in site)) for site, some in zip(sites, rows, strict=True)]
     strata = list(_iterate_strata(chosen, stratify=stratify))
@@ -340,8 +346,8 @@ def _penalty_gradient(sites: Sequence[SurvivalSite], ties: str, stratify: bool, 
     return total
 
 
-def newton(
-    at: At,
+def maximize_likelihood(
+    at: LikelihoodFunction,
     names: Sequence[str],
     separation: Callable[[], Floats | None] | None = None,
     *,
@@ -399,7 +405,7 @@ def newton(
         # if no direction is found, extreme values may contradict the separation by less than the rounding error
         direction = find_recession_direction(first.information, here.information, steps, rise)
         if direction is not None:
-            limit = {} if separation is None else {"limit": CONTRADICTED_BY_ROUNDING}
+            limit = {} if separation is None else {"limit": ROUNDING_CONFLICT_REASON}
             raise no_finite_fit_error(direction, names, intercepts, MIN_SUPPORT_SHARE, **limit)
     if not ended:
         raise NotConvergedError(
@@ -408,7 +414,9 @@ def newton(
     return beta, here
 
 
-def _halved_newton_step(at: At, beta: Floats, step: Floats, here: Likelihood) -> tuple[Floats, Likelihood]:
+def _halved_newton_step(
+    at: LikelihoodFunction, beta: Floats, step: Floats, here: Likelihood
+) -> tuple[Floats, Likelihood]:
     """Return the coefficients after a Newton step that is halved until the likelihood does not decrease."""
     for _ in range(MAX_HALVINGS):
         with np.errstate(all="ignore"):  # a step that is too long overflows

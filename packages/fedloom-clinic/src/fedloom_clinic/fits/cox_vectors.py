@@ -235,7 +235,7 @@ class SiteVectors:
                 shares.append(lengths.max() / lengths.sum())
         return float(np.max(shares))
 
-    def likelihood_of(self, beta: Floats, rows: Mask) -> Likelihood:
+    def compute_likelihood(self, beta: Floats, rows: Mask) -> Likelihood:
         """Return the likelihood of the given `rows` in a stratified fit, at coefficients ``[p]``."""
         some = SurvivalSite(*(part[rows] for part in self._site))
         return likelihood(risk_sums(some, beta, np.unique(some.time[some.event == 1])), beta, self._terms.ties)

@@ -21,12 +21,12 @@ import numpy as np
 from scipy.special import expit
 
 from fedloom.errors import DataError
-from fedloom.hints import unknown
-from fedloom_clinic.fits.cox import Wald, check_varying, newton
+from fedloom.hints import unknown_name_error
+from fedloom_clinic.fits.cox import Wald, check_varying, maximize_likelihood
 from fedloom_clinic.fits.penalty import (
-    At,
     Floats,
     Likelihood,
+    LikelihoodFunction,
     Mask,
     PenaltyKind,
     Ridge,
@@ -133,7 +133,7 @@ def fit_glm(
             finite fit exists.
     """
     if family not in GLM_FAMILIES:
-        raise unknown("regression", family, GLM_FAMILIES)
+        raise unknown_name_error("regression", family, GLM_FAMILIES)
     check_penalty(penalty, strength)
     names = list(names) or [f"column {k}" for k in range(sites[0].x.shape[1])]
     count = sum(len(site.y) for site in sites)
@@ -153,21 +153,25 @@ def fit_glm(
     ridge, weights = None, np.concatenate([np.zeros(first), np.ones(len(names))])
     sizes = [len(site.y) for site in scaled]
 
-    def part(rows: Sequence[Mask]) -> At:
+    def part(rows: Sequence[Mask]) -> LikelihoodFunction:
         return _likelihood_of([GlmSite(s.x[some], s.y[some]) for s, some in zip(scaled, rows, strict=True)], family)
 
     at = penalized = part([np.ones(size, bool) for size in sizes])
     if penalty == "ridge":
         _check_intercepts(sites, family, by_site)
         ridge = find_ridge(
-            strength, part, sizes, weights, lambda at, start: newton(at, labels, penalty="ridge", start=start)[0]
+            strength,
+            part,
+            sizes,
+            weights,
+            lambda at, start: maximize_likelihood(at, labels, penalty="ridge", start=start)[0],
         )
         penalized = add_ridge_penalty(at, count * ridge.strength * weights)
     elif penalty == "firth":
         penalized = add_firth_penalty(
             at, lambda beta, metric: np.sum([firth_slope(s, beta, family, metric) for s in scaled], 0)
         )
-    beta, here = newton(
+    beta, here = maximize_likelihood(
         penalized, labels, lambda: _find_separation(scaled, family, first), intercepts=first, penalty=penalty
     )
     inverse, scale, degrees = np.linalg.inv(here.information), 1.0, None
@@ -190,7 +194,7 @@ def fit_glm(
     return GlmFit(labels, beta, np.sqrt(covariance.diagonal()), count, ridge, degrees)
 
 
-def _likelihood_of(sites: Sequence[GlmSite], family: str) -> At:
+def _likelihood_of(sites: Sequence[GlmSite], family: str) -> LikelihoodFunction:
     def evaluate(beta: Floats) -> Likelihood:
         values, gradients, informations = zip(*(glm_sums(site, beta, family) for site in sites), strict=True)
         return Likelihood(sum(values), np.sum(gradients, 0), np.sum(informations, 0))

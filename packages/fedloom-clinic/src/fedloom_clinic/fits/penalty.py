@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.errors import ConfigError, DataError
-from fedloom.hints import unknown
+from fedloom.hints import unknown_name_error
 
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -49,7 +49,7 @@ class Likelihood(NamedTuple):
     information: Floats
 
 
-At = Callable[[Floats], Likelihood]
+LikelihoodFunction = Callable[[Floats], Likelihood]
 """Function that returns the likelihood of all rows, given coefficients ``[p]``."""
 
 
@@ -90,7 +90,7 @@ def check_penalty(penalty: str, strength: float | Literal["cv"] | None) -> None:
         ConfigError: the penalty is unknown, it has no strength, or the strength is invalid.
     """
     if penalty not in PENALTY_NAMES:
-        raise unknown("penalty", penalty, PENALTY_NAMES)
+        raise unknown_name_error("penalty", penalty, PENALTY_NAMES)
     if penalty != "ridge" and strength is not None:
         raise ConfigError(
             f"penalty = {penalty!r} has no strength, got {strength!r}",
@@ -106,7 +106,7 @@ def check_penalty(penalty: str, strength: float | Literal["cv"] | None) -> None:
         )
 
 
-def add_ridge_penalty(at: At, weights: Floats) -> At:
+def add_ridge_penalty(at: LikelihoodFunction, weights: Floats) -> LikelihoodFunction:
     """Return the likelihood function minus half the sum of ``weights [p]`` times squared coefficients."""
 
     def penalized(beta: Floats) -> Likelihood:
@@ -117,7 +117,7 @@ def add_ridge_penalty(at: At, weights: Floats) -> At:
     return penalized
 
 
-def add_firth_penalty(at: At, slope: Callable[[Floats, Floats], Floats | None]) -> At:
+def add_firth_penalty(at: LikelihoodFunction, slope: Callable[[Floats, Floats], Floats | None]) -> LikelihoodFunction:
     """Return the likelihood function that includes Firth's penalty.
 
     Args:
@@ -171,10 +171,10 @@ def fold_masks(sizes: Sequence[int]) -> list[list[Mask]]:
 
 def find_ridge(
     strength: float | Literal["cv"] | None,
-    part: Callable[[Sequence[Mask]], At],
+    part: Callable[[Sequence[Mask]], LikelihoodFunction],
     sizes: Sequence[int],
     weights: Floats,
-    fit: Callable[[At, Floats | None], Floats],
+    fit: Callable[[LikelihoodFunction, Floats | None], Floats],
 ) -> Ridge:
     """Return the given strength, or the strength with the largest held-out likelihood.
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedloom.errors import ConfigError, DataError, Refused
-from fedloom_clinic.fits.cox import CoxFit, NotConvergedError, RiskSums, SurvivalSite, event_gains, newton
+from fedloom_clinic.fits.cox import CoxFit, NotConvergedError, RiskSums, SurvivalSite, event_gains, maximize_likelihood
 from fedloom_clinic.fits.cox_vectors import BinningLoss, CoxAgreement, OpenedCoxSums, Ring, SiteVectors, open_sum
 from fedloom_clinic.fits.penalty import (
     Floats,
@@ -48,7 +48,7 @@ MAX_LOSS_SHARE = 0.3
 separated, this share is 0.5."""
 MIN_SPREAD = 0.05
 """Standard deviation of a column, divided by half of its agreed range, below which the range counts as too wide."""
-ROUNDED_AWAY = "until the step of the sums rounds the rows at risk away"
+ROUNDED_AWAY_REASON = "until the step of the sums rounds the rows at risk away"
 """Last part of a message about separation that only sums show."""
 
 
@@ -101,7 +101,7 @@ def fit_secure_cox(
             )
     check_terms(terms)
     vectors = [SiteVectors(site, terms) for site in sites]
-    return fit_of_sums(
+    return fit_from_sums(
         lambda beta, metric: total([site.encode(beta, metric) for site in vectors]), terms, names, len(sites)
     )
 
@@ -118,7 +118,7 @@ def check_terms(terms: CoxAgreement) -> None:
         raise ConfigError("the lower end of every agreed range must be below its upper end")
 
 
-def fit_of_sums(
+def fit_from_sums(
     total: Callable[[Floats, Floats | None], Ring | None],
     terms: CoxAgreement,
     names: Sequence[str],
@@ -208,7 +208,7 @@ def fit_of_sums(
         penalized = add_firth_penalty(evaluate, slope) if terms.firth else penalized
         penalty: PenaltyKind = "firth" if terms.firth else "none" if ridge is None else "ridge"
         try:
-            gamma, tilted = newton(penalized, names, penalty=penalty)
+            gamma, tilted = maximize_likelihood(penalized, names, penalty=penalty)
         except DataError as stalled:
             coarse = rounded_away or isinstance(stalled, NotConvergedError)
             if penalty != "none" or here.sums is None or not coarse:
@@ -246,7 +246,7 @@ def _explain_coarse_sums(
     gains = event_gains(sums, ties, error) @ direction
     wide = bool((spread[named] < MIN_SPREAD).any())
     if not wide and -np.minimum(gains, 0).sum() <= MAX_LOSS_SHARE * np.abs(gains).sum() > 0:
-        return no_finite_fit_error(direction * spread, names, limit=ROUNDED_AWAY)
+        return no_finite_fit_error(direction * spread, names, limit=ROUNDED_AWAY_REASON)
     return DataError(
         "the sums of the Cox regression have too few digits for these coefficients: the agreed ranges of "
         f"{', '.join(names)} are much wider than most values, or a column nearly separates the rows. Agree on narrower "

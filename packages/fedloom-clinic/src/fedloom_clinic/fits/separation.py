@@ -212,7 +212,7 @@ def _largest_gain_direction(gains: Floats, equal: Floats) -> Floats | None:
     return direction
 
 
-CONTRADICTED_BY_ROUNDING = "until rounding errors dominate: only extreme values contradict it"
+ROUNDING_CONFLICT_REASON = "until rounding errors dominate: only extreme values contradict it"
 """Last part of a message about a direction that some rows contradict, but by so little that the likelihood changes only
 by rounding."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from fedloom.formats import p_value, significant
+from fedloom.formats import format_p_value, format_significant
 from fedloom.lab.sections import Row, Run, Section, read_columns, render_csv, render_scrolling_table
 from fedloom.rundir import analysis_file
 
@@ -20,10 +20,14 @@ COLUMN_NAMES = (
 )  # fmt: skip
 
 
-def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
+def cox_section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
     """Return the section on the runs' Cox regressions, or None if there are none."""
     body = cox_tables(runs)
     return Section("Cox regression", COX_TEXT, body, {"cox": cox_csv(runs)}) if body else None
+
+
+section = cox_section
+"""Name by which the entry point of the report finds the function."""
 
 
 def cox_tables(runs: list[Run]) -> str:
@@ -76,17 +80,21 @@ def cox_sentence(row: dict[str, Any]) -> str:
     text += f" Left out: sites with fewer than {least} events, which have {rare}." if rare and not bins else ""
     text += f" {left_out} further rows have a missing cell or a number outside its range." if left_out else ""
     if "ridge" in row:
-        strength = significant(row["ridge"])
+        strength = format_significant(row["ridge"])
         text += (
             f" A ridge of strength {strength} shrinks the coefficients. The intervals ignore the bias due to shrinkage."
         )
     bound = row["bound"]
-    moved = f"no coefficient by more than {significant(bound, 1)}" if math.isfinite(bound) else "by an unknown amount"
+    moved = (
+        f"no coefficient by more than {format_significant(bound, 1)}"
+        if math.isfinite(bound)
+        else "by an unknown amount"
+    )
     return f"{text} Rounding changes {moved}."
 
 
 def _cox_line(row: dict[str, Any]) -> list[str]:
     beta, low, high = (row[name] for name in ("coefficient", "low", "high"))
-    ratios = [significant(math.exp(min(number, 700.0)), 3) for number in (beta, low, high)]
-    se = significant(row["standard_error"], 3)
-    return [row["column"], *ratios, significant(beta, 3), se, p_value(row["p"])]
+    ratios = [format_significant(math.exp(min(number, 700.0)), 3) for number in (beta, low, high)]
+    se = format_significant(row["standard_error"], 3)
+    return [row["column"], *ratios, format_significant(beta, 3), se, format_p_value(row["p"])]

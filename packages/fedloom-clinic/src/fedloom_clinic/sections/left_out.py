@@ -11,13 +11,13 @@ from fedloom.lab.sections import (
     Run,
     Section,
     cell_text,
-    contenders_of,
     describe_figure,
     federated_leader,
     read_columns,
     render_csv,
     render_scrolling_table,
     rows_where,
+    select_run_contenders,
     site_estimate,
     titled,
     values_by_seed,
@@ -34,10 +34,14 @@ LEFT_OUT_TEXT = (
 )
 
 
-def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
+def left_out_section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
     """Return the section on clients that runs excluded, or None if no run excluded a client."""
     body = make_left_out_tables(runs, rows, lead)
     return Section("A new site", LEFT_OUT_TEXT, body, {"left_out": write_left_out_csv(runs)}) if body else None
+
+
+section = left_out_section
+"""Name by which the entry point of the report finds the function."""
 
 
 def make_left_out_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
@@ -47,16 +51,16 @@ def make_left_out_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
         table = read_columns(run.path / analysis_file("left-out"), LEFT_OUT_COLUMNS)
         if table is None:
             continue
-        shown = contenders_of(run, runs, rows, lead)
+        shown = select_run_contenders(run, runs, rows, lead)
         alone = next((row for row in shown if row.role == "alone"), None)
         best = federated_leader(shown, lead)
         methods = [row for row in shown if row.method in set(table["method"].to_pylist())]
         for row in sorted(methods, key=lambda row: row is not best):
-            text += _table_of_left_out(run, rows_where(table, method=row.method), row, alone, lead, len(runs) > 1)
+            text += _render_left_out_table(run, rows_where(table, method=row.method), row, alone, lead, len(runs) > 1)
     return text
 
 
-def _table_of_left_out(run: Run, table: pa.Table, row: Row, alone: Row | None, lead: str, several: bool) -> str:
+def _render_left_out_table(run: Run, table: pa.Table, row: Row, alone: Row | None, lead: str, several: bool) -> str:
     scalings = list(dict.fromkeys(table["scaling"].to_pylist()))
     values: dict[tuple[int, str], dict[int, float]] = {}
     for line in rows_where(table, metric=lead).to_pylist():

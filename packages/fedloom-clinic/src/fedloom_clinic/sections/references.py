@@ -9,12 +9,12 @@ from fedloom.lab.sections import (
     Run,
     Section,
     cell_text,
-    contenders_of,
     describe_figure,
     federated_leader,
     read_columns,
     render_scrolling_table,
     rows_where,
+    select_run_contenders,
     site_estimate,
     titled,
     values_by_seed,
@@ -26,10 +26,14 @@ REFERENCES_TEXT = (
 )
 
 
-def section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
+def reference_section(runs: list[Run], rows: list[Row], lead: str) -> Section | None:
     """Return the section on the runs' reference models, or None if no run has reference models."""
     body = reference_tables(runs, rows, lead)
     return Section("Reference models", REFERENCES_TEXT, body) if body else None
+
+
+section = reference_section
+"""Name by which the entry point of the report finds the function."""
 
 
 def reference_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
@@ -39,7 +43,7 @@ def reference_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
         table = read_columns(run.path / analysis_file("references"), ("seed", "client", "model", "metric", "value"))
         if table is None:
             continue
-        shown = contenders_of(run, runs, rows, lead)
+        shown = select_run_contenders(run, runs, rows, lead)
         methods = [next((row for row in shown if row.role == "alone"), None), federated_leader(shown, lead)]
         columns = {row.name: values_by_seed(run, row, lead) for row in methods if row is not None}
         for line in rows_where(table, metric=lead).to_pylist():

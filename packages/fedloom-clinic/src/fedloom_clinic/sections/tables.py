@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedloom.errors import RunDirError
-from fedloom.formats import UNKNOWN_DASH, p_value, significant
+from fedloom.formats import UNKNOWN_DASH, format_p_value, format_significant
 from fedloom.lab.sections import Row, Run, Section, plain_section, render_scrolling_table
 from fedloom.rundir import REPAIR_HINT, analysis_file
 
@@ -122,13 +122,13 @@ def make_section(kind: str, runs: list[Run], rows: list[Row], lead: str) -> Sect
 
 
 def _cell_text(value: object) -> str:
-    return "" if value is None else significant(value) if isinstance(value, float) else str(value)
+    return "" if value is None else format_significant(value) if isinstance(value, float) else str(value)
 
 
 def _figure_text(name: str, value: float | None) -> str:
     if value is None:
         return UNKNOWN_DASH
-    return p_value(value) if name == "p" or name.startswith("p_") else significant(value)
+    return format_p_value(value) if name == "p" or name.startswith("p_") else format_significant(value)
 
 
 calibration, conformal, glm, kaplan_meier, pooled_importance, ridge, table_one = (

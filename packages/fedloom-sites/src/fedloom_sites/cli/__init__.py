@@ -15,6 +15,6 @@ def results_of(folder: Path) -> Path:
     Raises:
         ConfigError: the folder is not the directory of a deployment.
     """
-    from fedloom_sites.deploy.ops.status import server_of
+    from fedloom_sites.deploy.ops.status import find_server
 
-    return server_of(folder).results
+    return find_server(folder).results

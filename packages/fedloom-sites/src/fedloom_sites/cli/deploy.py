@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.formats import significant
+from fedloom.formats import format_significant
 from fedloom.lab.cli import (
     DataDir,
     FileArgument,
@@ -246,9 +246,9 @@ def _write_directory(planned: DeploymentPlan, folder: Path, place: Location) -> 
     if planned.norm_bound is not None:
         bound = planned.norm_bound
         text = (
-            ", ".join(f"{k} {significant(v)}" for k, v in bound.items())
+            ", ".join(f"{k} {format_significant(v)}" for k, v in bound.items())
             if isinstance(bound, dict)
-            else significant(bound)
+            else format_significant(bound)
         )
         say(f"maximum accepted norm of a site's update: norm_bound = {text} in server.toml")
     elif planned.sends:
@@ -353,7 +353,7 @@ def local(
         from fedloom.errors import EXIT_CODES, Stop
         from fedloom_sites.deploy.ops.loopback import run_all
         from fedloom_sites.deploy.ops.processes import ProcessError
-        from fedloom_sites.deploy.ops.status import status_lines, status_of
+        from fedloom_sites.deploy.ops.status import read_status, status_lines
         from fedloom_sites.deploy.server.run import finished_reason
 
         try:
@@ -370,11 +370,11 @@ def local(
 
             print_rows(rows, ("site", "model", "round"), width=FILE_COLUMNS)
         else:  # the server does not receive individual sites' scores: print the means, or that there are no scores
-            say(*status_lines(status_of(deployment.server)))
+            say(*status_lines(read_status(deployment.server)))
         say(f"results of the server: {deployment.server.results}")
         for site in deployment.sites.values():
             say(f"models of {site.site}: {site.state}")
-        ended, shown = finished_reason(deployment.server) or Stop.FAILED, status_of(deployment.server)
+        ended, shown = finished_reason(deployment.server) or Stop.FAILED, read_status(deployment.server)
         if ended is not Stop.DONE:
             say(f"{shown['state']}: {shown['reason']}", err=True)
             raise typer.Exit(EXIT_CODES[ended.status])
@@ -401,7 +401,7 @@ def status(
         import json
 
         from fedloom.lab.printing import print_rows
-        from fedloom_sites.deploy.ops.status import server_of, status_lines, status_of, status_table
+        from fedloom_sites.deploy.ops.status import find_server, read_status, status_lines, status_table
 
         if (folder / "site.toml").exists():
             from fedloom_sites.deploy.alarms import site_status
@@ -413,7 +413,7 @@ def status(
             alarms = [f"{one['time']} {one['reason']}" for one in here["alarms"]]
             say(*([json.dumps(here, indent=1)] if as_json else [*facts, last, *(alarms or ["no alarm"])]))
             return
-        shown = status_of(server_of(folder))
+        shown = read_status(find_server(folder))
         if as_json:
             say(json.dumps(shown, indent=1))
             return
@@ -433,10 +433,10 @@ def stop(
     with print_errors():
         from fedloom.storage.files import delete_files, write_atomic
         from fedloom.storage.locks import is_in_use
-        from fedloom_sites.deploy.ops.status import server_of
+        from fedloom_sites.deploy.ops.status import find_server
         from fedloom_sites.deploy.server.run import stop_file
 
-        server = server_of(folder)
+        server = find_server(folder)
         if undo:
             delete_files(stop_file(server))
             say("the next start resumes the run. Start the service of the run again, or start the run by hand")
@@ -460,14 +460,14 @@ def verify_log(
     with print_errors():
         from fedloom_sites.deploy.audit import SENT_FILE
         from fedloom_sites.deploy.audit import verify_log as check_log
-        from fedloom_sites.deploy.ops.status import server_of
+        from fedloom_sites.deploy.ops.status import find_server
         from fedloom_sites.deploy.setting_files import read_site
 
         logs = [place]
         if (place / "site.toml").exists():
             logs = sorted(read_site(place / "site.toml").state.glob(f"*/{SENT_FILE}")) or [place / SENT_FILE]
         elif place.is_dir():
-            logs = [server_of(place).audit]
+            logs = [find_server(place).audit]
         for log in logs:
             end = check_log(log)
             say(f"{log}: {end.lines} lines in an unbroken chain. The last line has SHA-256 {end.digest}")

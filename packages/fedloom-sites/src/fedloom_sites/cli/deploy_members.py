@@ -107,10 +107,10 @@ def rotate(
     """
     with print_errors():
         from fedloom_sites.deploy.ops.amend import rotate as rotate_keys
-        from fedloom_sites.deploy.ops.status import server_of
+        from fedloom_sites.deploy.ops.status import find_server
 
         change, place = rotate_keys(directory, name), _deployment_location(directory)
-        masked = server_of(directory).secure is not None
+        masked = find_server(directory).secure is not None
         instead = ", instead of 'approval'" if masked else ""
         _print_amendment(change)
         say(f"new keys of {name}: SHA-256 {change.keys}")
@@ -154,14 +154,14 @@ def _print_steps(
         everyone: True if every site must approve the change.
     """
     from fedloom_sites.deploy.ops.directory import CLI_FOLDER
-    from fedloom_sites.deploy.ops.status import server_file, server_of
+    from fedloom_sites.deploy.ops.status import find_server, server_file
     from fedloom_sites.deploy.server.run import stop_file
 
     server, here = place.home / "server", server_file(directory).parent
     trial = "" if server == here else f" (for a trial on this machine: {here})"
     flwr = f"FLWR_HOME={server / CLI_FOLDER} {place.programs / 'flwr'}"
     register = f" Then register the key: {flwr} supernode register {server / 'nodes' / new_key}.pub fedloom"
-    stopped = resumes and stop_file(server_of(directory)).exists()
+    stopped = resumes and stop_file(find_server(directory)).exists()
     undo = f"fedloom deploy stop {directory} --undo, because the run was stopped. Then start"
     steps = [
         f"Send {change.folder / 'approval'} to every site. There: fedloom deploy approve {place.home / 'site'} "

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.formats import significant
+from fedloom.formats import format_significant
 from fedloom.lab.cli import (
     ForceOption,
     IdColumnOption,
@@ -50,7 +50,9 @@ def models(
             path = one.model.path if out is None else export_state_dict(one, out, force=force)
             say(f"{one.site.site:<16}{one.model.kind:<10}round {one.model.round:<6}{path}")
             if test:
-                scores = ", ".join(f"{name} {significant(value)}" for name, value in score_site_model(one).items())
+                scores = ", ".join(
+                    f"{name} {format_significant(value)}" for name, value in score_site_model(one).items()
+                )
                 say(f"  {scores or 'no test samples'}")
 
 
@@ -123,7 +125,7 @@ def evaluate(
             trained.about, trained.about["kind"], OWN_SCALE, predict_with_one(trained, inputs), inputs, data
         )
         print_rows([scored.row()])
-        say(*inputs.notes, *scored.choice.strange(inputs.x), *notes)
+        say(*inputs.notes, *scored.choice.note_outliers(inputs.x), *notes)
 
 
 @deploy.command()

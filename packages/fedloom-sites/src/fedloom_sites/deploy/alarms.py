@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import escape_line
-from fedloom_sites.deploy.audit import SENT_FILE, Audit, lines_of
+from fedloom_sites.deploy.audit import SENT_FILE, Audit, read_entries
 from fedloom_sites.deploy.settings import Site
 
 MAX_REFUSALS = 2  # for a message that was sent before a change of the run, and for its repetition
@@ -52,7 +52,7 @@ class Alarms:
         """
         if not self._loaded:
             self._loaded = True
-            for earlier in lines_of(self._path):
+            for earlier in read_entries(self._path):
                 self._count(earlier)
         self._count(line)
         kind, t, alarms = line.get("kind"), line.get("round"), list[str]()
@@ -95,7 +95,7 @@ def site_status(site: Site) -> dict[str, Any]:
     Raises:
         RunDirError: the log cannot be read.
     """
-    lines = lines_of(site.folder / SENT_FILE)
+    lines = read_entries(site.folder / SENT_FILE)
     sent = [line for line in lines if line.get("what") == "sent"]
     message = Counter(line.get("asked") for line in sent if line.get("kind") != "hello")
     return {

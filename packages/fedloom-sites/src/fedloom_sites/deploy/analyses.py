@@ -32,7 +32,7 @@ from fedloom.analyses import (
     answer_question,
     check_order,
 )
-from fedloom.analyses.registry import name_of
+from fedloom.analyses.registry import get_analysis_name
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.survey.agreement import Agreement
 from fedloom.engine.job import Job
@@ -281,10 +281,10 @@ def agreed_analyses(
         threshold: minimum number of sites in a sum. None without masks.
         first: number of bits before the bits of the first analysis in a site's bit field.
     """
-    schema, agreed = schema_of_samples(experiment, samples), dict[str, AgreedAnalysis]()
+    schema, agreed = make_sample_schema(experiment, samples), dict[str, AgreedAnalysis]()
     for analysis in experiment.analyses:
         if analysis.by_sums:
-            one = AgreedAnalysis(name_of(analysis), analysis, schema, clients, threshold, first)
+            one = AgreedAnalysis(get_analysis_name(analysis), analysis, schema, clients, threshold, first)
             agreed[one.name] = one
             first += one.flags
     return agreed
@@ -323,8 +323,8 @@ def check_rules(analysis: Analysis) -> None:
     for name in ("min_subjects", "min_clients"):
         if name in rules.model_fields_set and getattr(rules, name) == 1:
             raise ConfigError(
-                f"the analysis {name_of(analysis)} has the rule {name} = 1, but real sites do not reveal results "
-                "about a single subject or client",
+                f"the analysis {get_analysis_name(analysis)} has the rule {name} = 1, but real sites do not reveal "
+                "results about a single subject or client",
                 rule="analysis-rule-of-one",
                 fix=f"omit {name} from `rules` to use the value for real sites, or set it to 2 or more",
             )
@@ -346,10 +346,10 @@ def check_analyses(
         Refused: everything that leaves a site must contain noise, but these sums contain none. Or an analysis uses a
             kind of model that is not among ``kinds``, which the run has.
     """
-    schema = schema_of_samples(experiment, samples)
+    schema = make_sample_schema(experiment, samples)
     for analysis in experiment.analyses:
         if analysis.by_sums:
-            name = name_of(analysis)
+            name = get_analysis_name(analysis)
             if find_accounted_noise(job.setting.upload_transform, job.setting.aggregator) is not None:
                 raise Refused(
                     f"the sums of the analysis {name} contain no noise, but the agreed delta requires "
@@ -371,11 +371,11 @@ def check_analyses(
         )
 
 
-def schema_of_samples(experiment: Experiment, samples: InputSpec) -> Schema:
+def make_sample_schema(experiment: Experiment, samples: InputSpec) -> Schema:
     """Return the agreed columns, levels and ranges."""
     agreement = getattr(experiment.source, "agreement", None)
     if agreement is not None:
-        return schema_of_agreement(agreement, experiment.head.name, experiment.kept_columns)
+        return make_agreement_schema(agreement, experiment.head.name, experiment.kept_columns)
     columns, ranges = () if samples.table is None else samples.table.columns, (None,) * samples.targets
     ranges = (None,) if samples.classed else ranges
     is_table = samples.table is not None
@@ -384,7 +384,7 @@ def schema_of_samples(experiment: Experiment, samples: InputSpec) -> Schema:
     )  # fmt: skip
 
 
-def schema_of_agreement(agreement: Agreement, name: str, kept: Sequence[str] = ()) -> Schema:
+def make_agreement_schema(agreement: Agreement, name: str, kept: Sequence[str] = ()) -> Schema:
     """Return the columns, levels and ranges in an agreement.
 
     Args:

@@ -67,23 +67,23 @@ class Audit:
             file.seek(max(0, size - TAIL_BYTES))
             lines = complete_lines(file.read())
         for after, line in enumerate(reversed(lines)):
-            number = (entry_of(line) or {}).get("number")
+            number = (parse_entry(line) or {}).get("number")
             if isinstance(number, int):
                 return LogEnd(number + after, digest_line(lines[-1]))
         return LogEnd(len(lines), digest_line(lines[-1]) if lines else "")
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return all entries of the log (see `lines_of`)."""
-        return lines_of(self._path)
+        """Return all entries of the log (see `read_entries`)."""
+        return read_entries(self._path)
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
+def read_entries(path: Path) -> list[dict[str, Any]]:
     """Return all entries of a log, even if another process is writing to it. Truncated lines are omitted.
 
     Raises:
         RunDirError: the path is not a regular file, or cannot be read.
     """
-    return [entry for line in complete_lines(_read_log_bytes(path)) if (entry := entry_of(line)) is not None]
+    return [entry for line in complete_lines(_read_log_bytes(path)) if (entry := parse_entry(line)) is not None]
 
 
 def verify_log(path: Path) -> LogEnd:
@@ -115,8 +115,8 @@ def find_broken_line(lines: Sequence[bytes]) -> int | None:
     """
     before = ""
     for k, line in enumerate(lines, 1):
-        entry = entry_of(line)
-        is_torn = entry is None and line.startswith(b"{") and (k == len(lines) or entry_of(lines[k]) is not None)
+        entry = parse_entry(line)
+        is_torn = entry is None and line.startswith(b"{") and (k == len(lines) or parse_entry(lines[k]) is not None)
         if not is_torn and (entry is None or (entry.get("number"), entry.get("before")) != (k, before)):
             return k
         before = digest_line(line)
@@ -140,7 +140,7 @@ def digest_line(line: bytes) -> str:
     return hashlib.sha256(line).hexdigest()
 
 
-def entry_of(line: bytes) -> dict[str, Any] | None:
+def parse_entry(line: bytes) -> dict[str, Any] | None:
     """Parse a line of a log, and return None if the line is truncated."""
     try:
         entry = json.loads(line)

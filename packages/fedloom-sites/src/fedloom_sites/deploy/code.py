@@ -21,10 +21,10 @@ from fedloom.errors import ConfigError
 from fedloom.imports import is_path
 from fedloom.lab.experiment import Experiment, read
 from fedloom.models.spec import DIGEST_MARK
-from fedloom.storage.files import content_of
-from fedloom.storage.toml_files import document_of
+from fedloom.storage.files import read_content
+from fedloom.storage.toml_files import parse_document
 from fedloom.trust import is_installed, vouch_for_paths
-from fedloom_sites.deploy.setting_files import AGREED_FILE_CURE, check_agreed, check_fingerprint, sha256_hex
+from fedloom_sites.deploy.setting_files import AGREED_FILE_HINT, check_agreed, check_fingerprint, sha256_hex
 from fedloom_sites.deploy.settings import SharedSettings
 
 CODE_FOLDER = "code"
@@ -54,7 +54,7 @@ class Code:
         return {path: sha256_hex(data) for path, data in self.files.items()}
 
 
-def code_of(settings: Mapping[str, object]) -> Code:
+def collect_code(settings: Mapping[str, object]) -> Code:
     """Return the user code of an experiment whose modules have already been imported.
 
     Raises:
@@ -98,7 +98,7 @@ def check_code(shared: SharedSettings) -> None:
     """
     for path, wanted in shared.code.items():
         file = shared.experiment.parent / CODE_FOLDER / path
-        check_agreed(f"{file}", "user code", content_of(file, "the user code", AGREED_FILE_CURE), wanted)
+        check_agreed(f"{file}", "user code", read_content(file, "the user code", AGREED_FILE_HINT), wanted)
     for module, wanted in shared.installed.items():
         try:
             spec = find_spec(module)
@@ -117,17 +117,17 @@ def read_agreed(shared: SharedSettings, **engine: Any) -> Experiment:
         ConfigError: the experiment or the code differs from the agreement. The same error is raised if the user code
             cannot be imported.
     """
-    document = document_of(check_fingerprint(shared), shared.experiment)
+    document = parse_document(check_fingerprint(shared), shared.experiment)
     check_code(shared)
     finder = _Finder(shared.experiment.parent / CODE_FOLDER, tuple(sorted(shared.code.items())))
     if shared.code:  # before the finders of other deployments in this process
         sys.meta_path[:] = [finder, *(other for other in sys.meta_path if other != finder)]
-    agreed = {*shared.installed, *(module_of(path) for path in shared.code)}
+    agreed = {*shared.installed, *(get_module_name(path) for path in shared.code)}
     vouch_for_paths(path for path in _import_paths(document) if path.partition(":")[0] in agreed)
     return read(shared.experiment, _initial_model_options(shared), recorded=True, document=document, **engine)
 
 
-def module_of(path: str) -> str:
+def get_module_name(path: str) -> str:
     """Return the module name of a file in `CODE_FOLDER`."""
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
@@ -187,7 +187,7 @@ def _initial_model_options(shared: SharedSettings) -> list[str]:
     if shared.start is None:
         return []
     file = shared.experiment.parent / INITIAL_MODEL_FILE
-    content = content_of(file, "the initial model", AGREED_FILE_CURE)
+    content = read_content(file, "the initial model", AGREED_FILE_HINT)
     check_agreed(f"{file}", "initial model", content, shared.start)
     return [
         f"model.init_from={json.dumps(f'{file}{DIGEST_MARK}{shared.start}')}"

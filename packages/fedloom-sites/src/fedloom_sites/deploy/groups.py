@@ -16,14 +16,14 @@ from torch import Tensor
 from fedloom.analyses import Bounds
 from fedloom.analyses.patients import GroupScore
 from fedloom.data import Federation
-from fedloom.data.groups import group_names, groups_of, publishable_groups, row_kind_counts, subjects_of
+from fedloom.data.groups import get_subjects, group_names, make_group_masks, publishable_groups, row_kind_counts
 from fedloom.data.input_spec import InputSpec
 from fedloom.engine.clients.scores import Pass
 from fedloom.engine.job import Job
 from fedloom.errors import ConfigError
 from fedloom.lab.experiment import Experiment
 from fedloom.rundir import FEDERATION_CLIENT, SAMPLES_FIGURE
-from fedloom.tasks.sums import metric_names, metrics_of, sum_count, sums_of
+from fedloom.tasks.sums import compute_metrics, compute_sums, metric_names, sum_count
 from fedloom_sites.deploy.analyses import AnswerForm
 from fedloom_sites.deploy.protocol.envelope import MAX_FIGURES
 from fedloom_sites.deploy.secure.protocol import MIN_SITES, Integers, ProtocolBroken
@@ -111,10 +111,10 @@ class GroupSums:
             ConfigError: the data lack a column of the groups.
         """
         index = fed.indices("test", client)
-        here = groups_of(fed.data, self._choices)
+        here = make_group_masks(fed.data, self._choices)
         nobody = torch.zeros(len(index), dtype=torch.bool)
         inside = torch.stack([here[name][index] if name in here else nobody for name in self.groups])
-        units = subjects_of(fed.data)
+        units = get_subjects(fed.data)
         units = None if units is None else units[index]
         counts = row_kind_counts(fed.data.task, fed.targets(index), self._task.outputs, units)
         is_open = publishable_groups(inside, self._part, counts, self._least)
@@ -141,7 +141,7 @@ class GroupSums:
                 if bool(z.isfinite().all()):
                     figures = self._task.metrics(z, y[inside], owner, 1)
                     cells[kind, name] = (
-                        sums_of(self._task, z, y[inside]),
+                        compute_sums(self._task, z, y[inside]),
                         {metric: float(value) for metric, value in figures.items() if bool(value.isfinite())},
                     )
         return cells
@@ -234,7 +234,7 @@ class GroupSums:
         return [score for (kind, group), sums in rows for score in self._merge_sites(kind, group, sums)]
 
     def _merge_sites(self, kind: str, group: str, sums: Tensor) -> Iterator[GroupScore]:
-        figures = metrics_of(self._task, sums)
+        figures = compute_metrics(self._task, sums)
         if figures or float(sums[0]) > 0:
             yield FEDERATION_CLIENT, kind, group, SAMPLES_FIGURE, float(sums[0])
         yield from ((FEDERATION_CLIENT, kind, group, name, figure) for name, figure in figures.items())

@@ -200,7 +200,7 @@ def deployed_setting(setting: Setting, survivors: int | None = None) -> Setting:
     )
 
 
-def noise_of_site(setting: Setting) -> Noise | None:
+def get_site_noise(setting: Setting) -> Noise | None:
     """Return the noise that provides a site's epsilon, or None if there is no such noise.
 
     Noise that is added by the server does not protect a site from the server.

@@ -120,7 +120,7 @@ def open_relayed(
         )
     name = secure.session_name(agreement, round, nonce, before)
     secure.check_adverts(name, adverts, public)
-    session = secure.session_of(name, agreed.threshold, adverts)
+    session = secure.build_session(name, agreed.threshold, adverts)
     signed, answers = secure.split_parts(parts[2], SIGNATURE_BYTES), _read_answers(parts[4], session)
     peers = sorted(next(iter(answers.values())))
     if not signed.keys() <= {*peers} <= session.adverts.keys():

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedloom.engine.clients.uploads import Uploads, weights_of
+from fedloom.engine.clients.uploads import Uploads, compute_weights
 from fedloom.engine.job import Job
 from fedloom.engine.round import sort_by_samples, update_server
 from fedloom.engine.scoring import score_request
@@ -36,7 +36,7 @@ from fedloom_sites.deploy.secure.protocol import Integers, ProtocolBroken
 from fedloom_sites.deploy.secure.terms import SessionTerms
 from fedloom_sites.deploy.secure.vectors import UploadVector, check_length
 from fedloom_sites.deploy.settings import NormBound, SharedSettings, Site
-from fedloom_sites.deploy.site.local_data import federation_of
+from fedloom_sites.deploy.site.local_data import make_blank_federation
 from fedloom_sites.transport.forms import Forms
 
 MODEL_TOLERANCE = 1e-6
@@ -57,7 +57,7 @@ def make_server_job(
         sizes: ``[n, 3]`` numbers of training, validation and test samples of every site.
         folder: folder for state that does not fit into memory.
     """
-    fed = federation_of(settings.samples, sizes)
+    fed = make_blank_federation(settings.samples, sizes)
     setting = experiment.methods[0].setting
     setting = setting.with_(engine=setting.engine.with_(quorum=1e-9, device="cpu"))
     schedule = setting.schedule  # a schedule in real time, which `check_deployable` has accepted
@@ -150,7 +150,7 @@ class ModelReplay:
                 )
             before = bytes.fromhex(links[max(links)] if links else self._first_link)
             opened = open_relayed(self._agreed, self._agreement, self._public, round, nonce, before, parts)
-            _, _, _, _, form = self._make(opened.terms.sizes)
+            _, _, _, _, form = self._make_job(opened.terms.sizes)
             state = self._step(self._state(before.hex(), opened.terms.sizes), opened)
             link = compute_next_link(before, opened, form.length)
             make_folder(self._folder, mode=0o700)
@@ -208,7 +208,7 @@ class ModelReplay:
             )
         if terms.scored > newest or (terms.scored >= 0 and not models):
             raise ProtocolBroken(f"the terms must score the model after the sums up to round {newest}")
-        _, job, _, forms, _ = self._make(terms.sizes)
+        _, job, _, forms, _ = self._make_job(terms.sizes)
         state = self._state(link, terms.sizes)
         message, computed_models, place = None, list[bytes](), f"round {terms.round}"
         if download is not None:
@@ -242,9 +242,9 @@ class ModelReplay:
 
     def _step(self, before: State, opened: RelayedSum) -> State:
         """Replay the server's step with an opened sum, and return the state after the round."""
-        terms, (_, job, _, _, form) = opened.terms, self._make(opened.terms.sizes)
+        terms, (_, job, _, _, form) = opened.terms, self._make_job(opened.terms.sizes)
         ids = _sort_cohort(job, terms.cohort)
-        weights = weights_of(job, before.weigher, None, job.ctx(terms.round, ids))[0].double().flatten()
+        weights = compute_weights(job, before.weigher, None, job.ctx(terms.round, ids))[0].double().flatten()
         shares = dict(zip(ids.tolist(), weights.tolist(), strict=True))
         parts, _, _ = decode_sum(job, form, opened.total, len(opened.survivors), shares, self._agreed.norm_bound)
         nothing = torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
@@ -252,7 +252,7 @@ class ModelReplay:
         uploads.add(make_result(job, ids, opened.survivors, parts, shares, nothing))
         return update_server(job, before, terms.round, ids, before.sampler, nothing, uploads)[0]
 
-    def _make(self, sizes: Sequence[Sequence[int]]) -> tuple[object, Job, Any, Forms, UploadVector]:
+    def _make_job(self, sizes: Sequence[Sequence[int]]) -> tuple[object, Job, Any, Forms, UploadVector]:
         """Return the server's run for these numbers of samples, which never change during a run.
 
         Raises:
@@ -275,7 +275,7 @@ class ModelReplay:
             CheckpointError: the file with the state is damaged.
         """
         if link not in self._states:
-            _, job, server, _, _ = self._make(sizes)
+            _, job, server, _, _ = self._make_job(sizes)
             state, links = initial_state(job, server), self._links()
             t = next((t for t, one in links.items() if one == link), 0)
             if not t and link != self._first_link:

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedloom.analyses import ClientRows, Schema
-from fedloom.values import dump
+from fedloom.values import dump_value
 
 MAX_VERDICTS = 1024
 """Number of recent decisions about sets of rows that a site remembers, together with the subjects of these sets."""
@@ -164,7 +164,7 @@ def _reachable_counts(sets: Sequence[Set[str]]) -> Iterator[int]:
 
 def columns_digest(schema: Schema) -> str:
     """Return a digest of everything that determines the meaning of cells: columns and levels, but not ranges."""
-    columns = [dump(column.with_(range=None)) for column in schema.columns]
+    columns = [dump_value(column.with_(range=None)) for column in schema.columns]
     content = [columns, schema.task, schema.classes, {name: [*names] for name, names in schema.levels.items()}]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

@@ -13,7 +13,7 @@ from fedloom.engine.checks.moved import update_document
 from fedloom.errors import ConfigError
 from fedloom.imports import is_path
 from fedloom.storage import read_toml
-from fedloom.storage.files import content_of
+from fedloom.storage.files import read_content
 from fedloom.values import Value, fields_of, make
 from fedloom.version import __version__
 from fedloom_sites.deploy.settings import Server, SharedSettings, Site
@@ -23,7 +23,7 @@ SITE_FILE, SERVER_FILE = "site.toml", "server.toml"
 """Names of the settings files in the folder of a site and in the folder of the server."""
 SNAPSHOTS_FOLDER = "snapshots"
 """Name of the folder with snapshots, within a site's `Site.memory_folder`."""
-AGREED_FILE_CURE = "restore the file from a backup, or get it from the coordinator again"
+AGREED_FILE_HINT = "restore the file from a backup, or get it from the coordinator again"
 """Advice about an agreed file that is missing or differs."""
 
 
@@ -139,7 +139,7 @@ def check_fingerprint(shared: SharedSettings) -> bytes:
     Raises:
         ConfigError: the file cannot be read, or the digests differ. The message names both.
     """
-    content = content_of(shared.experiment, "the experiment file", AGREED_FILE_CURE)
+    content = read_content(shared.experiment, "the experiment file", AGREED_FILE_HINT)
     check_agreed(f"{shared.experiment}", "experiment file", content, shared.fingerprint)
     return content
 
@@ -149,7 +149,7 @@ def sha256_hex(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def check_agreed(what: str, kind: str, content: bytes, wanted: str, cure: str = AGREED_FILE_CURE) -> None:
+def check_agreed(what: str, kind: str, content: bytes, wanted: str, cure: str = AGREED_FILE_HINT) -> None:
     """Raise an error if the SHA-256 of a file's content differs from the agreed value.
 
     Raises:

@@ -50,7 +50,7 @@ NormBound = PositiveFloat | dict[str, PositiveFloat]
 """Maximum norm of the difference in every field of an upload, or in each field by its name."""
 
 
-def norm_bound_of(bound: NormBound | None, field: str) -> float:
+def get_norm_bound(bound: NormBound | None, field: str) -> float:
     """Return the maximum norm of the difference in one field of an upload.
 
     The result is infinite if no bound applies.

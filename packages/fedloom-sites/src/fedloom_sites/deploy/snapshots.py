@@ -20,7 +20,7 @@ import torch
 from fedloom.data import Dataset
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.storage import make_folder, read_toml, write_atomic
-from fedloom.storage.files import content_of
+from fedloom.storage.files import read_content
 from fedloom_sites.deploy.analyses import DEFAULT_MIN_SUBJECTS, agreed_analyses
 from fedloom_sites.deploy.code import read_agreed
 from fedloom_sites.deploy.row_sets import digest_subjects, isolates_subjects
@@ -96,7 +96,7 @@ def declare_snapshot(folder: Path, day: str | None = None) -> DeclaredSnapshot:
             subjects = _digest_subjects(read_data(read_agreed(site), copied), record["salt"])
             _check_apart(site, day, subjects, earlier)
             path = draft.with_name(f"{day}{source.suffix}")
-            earlier.append({"day": day, "digest": _digest_of_files(draft), "subjects": subjects})
+            earlier.append({"day": day, "digest": _digest_files(draft), "subjects": subjects})
             for copied_file in _files_at_path(draft):
                 copied_file.chmod(0o400)
             draft.replace(path)
@@ -105,7 +105,7 @@ def declare_snapshot(folder: Path, day: str | None = None) -> DeclaredSnapshot:
             _delete_path(draft)
     used = not (site.folder / SAMPLES_FILE).exists()
     if used:
-        rest = re.sub(r"(?m)^snapshot = .*\n", "", content_of(file).decode())
+        rest = re.sub(r"(?m)^snapshot = .*\n", "", read_content(file).decode())
         write_atomic(file, f'snapshot = "{day}"\n{rest}'.encode())
         assert read_toml(file, "site file")["snapshot"] == day
     return DeclaredSnapshot(day, path, len({*subjects}), used)
@@ -122,7 +122,7 @@ def check_snapshot(site: Site) -> str:
     record = _read_records(site.memory_folder)
     earlier = next((one for one in record["snapshots"] if one["day"] == site.snapshot), None)
     path = Path(site.data["path" if "path" in site.data else "source"])
-    if earlier is None or _digest_of_files(path) != earlier["digest"]:
+    if earlier is None or _digest_files(path) != earlier["digest"]:
         what = "was never declared" if earlier is None else "has changed since it was declared"
         raise ConfigError(f"the snapshot of {site.snapshot} {what}. Create another snapshot: fedloom deploy snapshot")
     return site.snapshot
@@ -133,9 +133,9 @@ def _files_at_path(path: Path) -> list[Path]:
     return sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
 
 
-def _digest_of_files(path: Path) -> str:
+def _digest_files(path: Path) -> str:
     """Return the SHA-256 of a file, or of the names and digests of a folder's files."""
-    digests = {one: hashlib.sha256(content_of(one, "the snapshot")).hexdigest() for one in _files_at_path(path)}
+    digests = {one: hashlib.sha256(read_content(one, "the snapshot")).hexdigest() for one in _files_at_path(path)}
     if not path.is_dir():
         return digests[path]
     lines = [f"{one.relative_to(path).as_posix()}\0{digest}\n" for one, digest in digests.items()]

@@ -29,28 +29,28 @@ from fedloom.analyses import (
     ClientRows,
     Info,
     Question,
-    analysis_of,
     client_rows,
     needs_run,
     require_questions,
+    resolve_analysis,
     run_questions,
 )
-from fedloom.analyses.registry import name_of
+from fedloom.analyses.registry import get_analysis_name
 from fedloom.data import Federation
 from fedloom.data.survey.agreement import Agreement
-from fedloom.errors import ConfigError, DataError, FedloomError, Refused, WireError, escape_line, sentence_of
-from fedloom.rundir import place_of
+from fedloom.errors import ConfigError, DataError, FedloomError, Refused, WireError, describe_error, escape_line
+from fedloom.rundir import as_path
 from fedloom_sites.deploy.analyses import (
     AgreedAnalysis,
     AnswerForm,
     SumTooLarge,
     check_rules,
     file_stem_of,
-    schema_of_agreement,
+    make_agreement_schema,
 )
-from fedloom_sites.deploy.protocol.envelope import digest_of
+from fedloom_sites.deploy.protocol.envelope import digest_arrays
 from fedloom_sites.deploy.row_sets import columns_digest, judge_row_sets
-from fedloom_sites.flower.records import VALUES_RECORD, arrays_of, head_of, tensors_of, write_values
+from fedloom_sites.flower.records import VALUES_RECORD, head_of, make_array_record, read_tensors, write_values
 
 ANALYZE_ACTION, STEPS_PREFIX, SETS_RECORD = "analyze", "fedloom.analysis.", "fedloom.analyses.sets"
 """Flower's name for messages of an analysis, and names of a node's records of answered steps and summed sets."""
@@ -77,8 +77,8 @@ class Analyses:
             ConfigError: the analysis was not agreed on, or cannot be applied to these columns.
         """
         for given in self.analyses:
-            analysis = analysis_of(given, {})
-            if name_of(analysis) == name:
+            analysis = resolve_analysis(given, {})
+            if get_analysis_name(analysis) == name:
                 return agreed_analysis(analysis, self.agreement, clients)
         raise ConfigError(f"this node does not allow the analysis {name!r}. Add it to Local(analyses=Analyses(...))")
 
@@ -90,14 +90,14 @@ def agreed_analysis(analysis: Analysis, agreement: Agreement | Path | str, clien
         ConfigError: the analysis cannot be applied to these columns.
     """
     agreed = agreement if isinstance(agreement, Agreement) else Agreement.read(Path(agreement))
-    schema = schema_of_agreement(agreed, "app")
+    schema = make_agreement_schema(agreed, "app")
     require_questions(analysis)
     if analysis.uses_models:
         raise needs_run(analysis)
     check_rules(analysis)
     analysis.check(schema)
     analysis.check_sites(schema, masked=False)
-    one = AgreedAnalysis(name_of(analysis), analysis, schema, clients, None)
+    one = AgreedAnalysis(get_analysis_name(analysis), analysis, schema, clients, None)
     one.check_order()
     return one
 
@@ -134,9 +134,11 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
     public, content = one.public(sizes, dict(enumerate(bits)), 0), bytes(values["question"])
     question, bounds = one.read_question(step, content, public)
     form = AnswerForm(bounds, one.clients)
-    course = digest_of([json.dumps([seat, sizes, bits]).encode()])
+    course = digest_arrays([json.dumps([seat, sizes, bits]).encode()])
     cells = torch.cat([rows.x, rows.y, rows.part[:, None].double(), rows.subjects[:, None].double()], 1)
-    may_answer = _record_step(state, one.name, step, digest_of([content]), course, digest_of([cells.numpy().tobytes()]))
+    may_answer = _record_step(
+        state, one.name, step, digest_arrays([content]), course, digest_arrays([cells.numpy().tobytes()])
+    )
     silent = False
     try:
         may_answer &= _are_apart(state, one, one.analysis.row_sets(rows, public))
@@ -147,9 +149,9 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
             )
         vector, _, _ = one.answer(question, bounds, form, rows, public)
     except Exception as error:  # any error depends on the samples, so the server must not notice it
-        sys.stderr.write(f"fedloom: step {step} of the analysis {name}: {escape_line(sentence_of(error))}\n")
+        sys.stderr.write(f"fedloom: step {step} of the analysis {name}: {escape_line(describe_error(error))}\n")
         vector, silent = form.zeros, True
-    sums = arrays_of({"sums": torch.from_numpy(vector.view(np.int64).copy())})
+    sums = make_array_record({"sums": torch.from_numpy(vector.view(np.int64).copy())})
     return RecordDict({VALUES_RECORD: write_values(client=seat, silent=silent), "answer": sums})
 
 
@@ -212,9 +214,9 @@ def analyze(
         ConfigError: the analysis cannot be applied to these columns.
         DataError: nodes do not answer, or the analysis yields no result.
     """
-    value, nodes = analysis_of(analysis, {}), sorted(grid.get_node_ids())
+    value, nodes = resolve_analysis(analysis, {}), sorted(grid.get_node_ids())
     one = agreed_analysis(value, agreement, len(nodes))
-    place = None if folder is None else place_of(folder, "folder", ", or None to keep nothing") / file_stem_of(one.name)
+    place = None if folder is None else as_path(folder, "folder", ", or None to keep nothing") / file_stem_of(one.name)
     common: dict[str, Any] = {"analysis": one.name, "clients": len(nodes)}
     greeted = _send_to_nodes(grid, nodes, {**common, "step": GREETING_STEP}, timeout)
     sizes, flags = ([values[key] for values, _ in greeted] for key in ("rows", "flags"))
@@ -234,7 +236,7 @@ def analyze(
         message = {**common, "step": step, "question": question.encode(), "sizes": sizes, "flags": flags}
         total, silent = form.zeros, 0
         for values, records in _send_to_nodes(grid, nodes, message, timeout):
-            vector = tensors_of(records, "answer")["sums"].numpy().astype(np.int64).view(np.uint64)
+            vector = read_tensors(records, "answer")["sums"].numpy().astype(np.int64).view(np.uint64)
             form.decode(vector, 1)
             total, silent = total + vector, silent + bool(values["silent"])
         if not silent:

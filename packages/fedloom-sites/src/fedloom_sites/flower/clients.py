@@ -18,9 +18,9 @@ from fedloom.engine.job import Job
 from fedloom.errors import FedloomError, WireError, escape_line
 from fedloom.processes.clients import AskRequest, ScoreRequest, TrainRequest, TrainResult
 from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, pack_arrays
-from fedloom_sites.flower.records import VALUES_RECORD, arrays_of, head_of, log, messages_of, write_values
+from fedloom_sites.flower.records import VALUES_RECORD, head_of, log, make_array_record, read_messages, write_values
 from fedloom_sites.flwr_adapter import ErrorCode
-from fedloom_sites.transport.forms import Forms, output_of
+from fedloom_sites.transport.forms import Forms, make_output
 from fedloom_sites.transport.roll import NodeRegister
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class FlowerClients(RemoteClients):
         }  # fmt: skip
         if run:
             self._shared["run"] = run
-        self._start = arrays_of({"start": job.oracle.layout.vector(job.oracle.module, job.oracle.dtype)})
+        self._start = make_array_record({"start": job.oracle.layout.vector(job.oracle.module, job.oracle.dtype)})
         self.scores: dict[int, dict[str, float]] = {}
         self.refusals: dict[int, str] = {}
         self.uploaded = set[int]()
@@ -86,9 +86,9 @@ class FlowerClients(RemoteClients):
             upload = self._forms.read_up(_single_array(reply), client, downloads[client])
             if any(not bool(rows.isfinite().all()) for rows in upload[1:] if rows is not None):
                 raise WireError("the answers in the reply must be finite numbers")
-            return output_of(upload, _work_tensor(values))
+            return make_output(upload, _work_tensor(values))
 
-        outputs = self._replies([*downloads], messages(), read)
+        outputs = self._read_replies([*downloads], messages(), read)
         self.uploaded = {*outputs}
         return outputs
 
@@ -99,19 +99,19 @@ class FlowerClients(RemoteClients):
         def read(_client: int, reply: RecordDict) -> tuple[Tensor, Tensor]:
             return self._forms.read_answer(_single_array(reply)), _work_tensor(head_of(reply))
 
-        return self._replies(clients, messages, read)
+        return self._read_replies(clients, messages, read)
 
     def score_each(self, request: ScoreRequest) -> dict[int, dict[str, float]]:
-        self.scores = self._replies(self._scorers(request), self.score_messages(request), _reply_metrics)
+        self.scores = self._read_replies(self._list_scorers(request), self.score_messages(request), _reply_metrics)
         return self.scores
 
     def score_messages(self, request: ScoreRequest) -> Iterator[Message]:
         """Yield the messages that request scores."""
         has_global = request.model is not None
-        for c, models in self._forms.write_models_of(request, self._scorers(request)):
+        for c, models in self._forms.write_models_of(request, self._list_scorers(request)):
             yield self._message("evaluate", c, request.round, models, **{"global": has_global})
 
-    def _scorers(self, request: ScoreRequest) -> list[int]:
+    def _list_scorers(self, request: ScoreRequest) -> list[int]:
         return [c for c in request.ids.tolist() if c in self.roll.nodes and bool(self._sizes[c].sum())]
 
     def _message(self, kind: str, client: int, t: int, arrays: Sequence[bytes], **more: Any) -> Message:
@@ -122,7 +122,7 @@ class FlowerClients(RemoteClients):
             content["start"] = self._start
         return Message(content, dst_node_id=self.roll.nodes[client], message_type=kind, group_id=str(t))
 
-    def _replies(
+    def _read_replies(
         self, recipients: list[int], messages: Iterable[Message], read: Callable[[int, RecordDict], T]
     ) -> dict[int, T]:
         """Return the first usable reply from every client. All other replies are logged and discarded."""
@@ -191,7 +191,7 @@ def _work_tensor(values: Mapping[str, Any]) -> Tensor:
 
 
 def _single_array(reply: RecordDict) -> bytes:
-    parts = messages_of(reply)
+    parts = read_messages(reply)
     if len(parts) != 1:
         raise WireError(f"the reply contains {len(parts)} arrays instead of 1")
     return parts[0]

@@ -15,8 +15,8 @@ from fedloom.algorithms import ALGORITHMS, REGISTRY
 from fedloom.engine import Setting
 from fedloom.engine.setting import Evaluate
 from fedloom.errors import ConfigError, Refused
-from fedloom.hints import unknown
-from fedloom.values import Value, dump, fields_of
+from fedloom.hints import unknown_name_error
+from fedloom.values import Value, dump_value, fields_of
 
 STRATEGY_FIELDS = [
     name
@@ -26,10 +26,12 @@ STRATEGY_FIELDS = [
 """Fields of a setting that a strategy accepts: all fields except those that belong to the app or to simulations."""
 REPLACEMENT_HINTS = tomllib.loads((files("fedloom_sites.flower") / "cures.toml").read_text(encoding="utf-8"))
 """Replacements for Flower's strategies and their options, and for choices that have no effect in an app."""
-SCORED_BY_NODES = "nodes score their own parts. Compute it there, with personal_model(context)"
+SCORED_BY_NODES_HINT = "nodes score their own parts. Compute it there, with personal_model(context)"
 UNREAD_CHOICES = {
     "engine": REPLACEMENT_HINTS["unread"]["engine"],
-    "evaluate": dict.fromkeys(sorted(Evaluate.model_fields.keys() - {"select_on", "parts", "clients"}), SCORED_BY_NODES)
+    "evaluate": dict.fromkeys(
+        sorted(Evaluate.model_fields.keys() - {"select_on", "parts", "clients"}), SCORED_BY_NODES_HINT
+    )
     | REPLACEMENT_HINTS["unread"]["evaluate"],
 }
 """Fields of choices that have no effect in an app, with advice for each of them."""
@@ -56,10 +58,10 @@ def document_of(algorithm: object, choices: Mapping[str, Any]) -> str:
     if algorithm not in REGISTRY:
         if cure := REPLACEMENT_HINTS["strategies"].get(algorithm.lower().replace("-", "").replace("_", "")):
             raise ConfigError(f"{algorithm!r} is one of Flower's own strategies. Use {cure}")
-        raise unknown("algorithm", algorithm, REGISTRY)
+        raise unknown_name_error("algorithm", algorithm, REGISTRY)
     for name, value in choices.items():
         if name not in (*STRATEGY_FIELDS, *fields_of(REGISTRY[algorithm])) and (cure := _replacement_hint(name, value)):
-            raise unknown("key", name, (), algorithm, cure)
+            raise unknown_name_error("key", name, (), algorithm, cure)
     for part, cures in UNREAD_CHOICES.items():
         table = _plain_value(choices.get(part))
         for name in cures.keys() & (table if isinstance(table, Mapping) else ()):
@@ -102,10 +104,10 @@ def resolved_document(setting: Setting) -> str:
         name for name in STRATEGY_FIELDS if name not in ("aggregator", "client_weights")
     ]  # only the server needs these two
     choices = {part: value for part in parts if (value := getattr(setting, part)) is not None}
-    return json.dumps({"algorithm": name, **dump(setting.method), **_plain_value(choices)})
+    return json.dumps({"algorithm": name, **dump_value(setting.method), **_plain_value(choices)})
 
 
-def setting_of(document: str, model: nn.Module, rounds: int, **more: object) -> Setting:
+def read_setting(document: str, model: nn.Module, rounds: int, **more: object) -> Setting:
     """Return the setting that a document describes.
 
     Raises:

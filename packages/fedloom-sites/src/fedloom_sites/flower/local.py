@@ -14,14 +14,14 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from fedloom.data import DATA_PARTS, Dataset, Federation, Split, Task
-from fedloom.data.subjects.design import Design, design_of
+from fedloom.data.subjects.design import Design, create_design
 from fedloom.data.subjects.equal import note_equal_rows
 from fedloom.engine import Setting
 from fedloom.engine.job import Job
 from fedloom.errors import ConfigError, Refused
 from fedloom.rows.channels import GaussianNoise
 from fedloom.tasks import Objective
-from fedloom_sites.deploy.protocol.lengths import shorten_upload
+from fedloom_sites.deploy.protocol.lengths import clip_upload
 from fedloom_sites.flower.analyses import Analyses
 from fedloom_sites.flower.samples import NodeSamples, Signature, adapt_module, fit_inputs, read_samples
 
@@ -102,11 +102,11 @@ class Local:
             return setting
         return setting.with_(upload_transform=own_noise)
 
-    def shorten(self, job: Job, upload: object, down: object) -> Any:
+    def clip_upload(self, job: Job, upload: object, down: object) -> Any:
         """Return a node's upload, scaled down to the node's norm bound if necessary. Fields ``[1, .]``."""
         if self.norm_bound is None:
             return upload
-        return shorten_upload(job, upload, down, dict.fromkeys(job.fields, float(self.norm_bound)))[0]
+        return clip_upload(job, upload, down, dict.fromkeys(job.fields, float(self.norm_bound)))[0]
 
     def _noise(self) -> GaussianNoise | None:
         if self.upload_transform is None or isinstance(self.upload_transform, GaussianNoise):
@@ -183,7 +183,7 @@ class Local:
             samples = Dataset("node", x, labels, task, tuple(map(str, classes)), design=_subject_design(parts))
         model, objective = adapt_module(self.model, signature), Objective()
         if not default:
-            loss = _loss_of_app(self.loss, y[0], signature.outputs)
+            loss = _adapt_loss(self.loss, y[0], signature.outputs)
             if fault := _describe_loss_fault(loss, _first_outputs(model, x), samples.y[:PROBE_SAMPLES]):
                 raise ConfigError(f"loss: {fault}")
             objective = Objective(loss=loss)
@@ -201,10 +201,10 @@ class Local:
         if not plain:
             outputs, targets = _first_outputs(model, x).flatten(0, 1), labels[:PROBE_SAMPLES].flatten()
             outputs, targets = outputs[targets >= 0], targets[targets >= 0]
-            loss = _loss_of_app(self.loss, y[0, 0], signature.outputs[-1:])
+            loss = _adapt_loss(self.loss, y[0, 0], signature.outputs[-1:])
             fault = _describe_loss_fault(loss, outputs, targets)
             if fault and bool((labels >= 0).all()):  # try the loss on whole sequences
-                loss = _loss_of_app(self.loss, y[0], signature.outputs)
+                loss = _adapt_loss(self.loss, y[0], signature.outputs)
                 fault = _describe_loss_fault(loss, outputs, targets)
             if fault:
                 raise ConfigError(
@@ -233,7 +233,7 @@ class NodeProblem(NamedTuple):
 def _subject_design(parts: Mapping[str, NodeSamples]) -> Design | None:
     """Return the subject of each sample, part by part as in `DATA_PARTS`, or None if there are no subjects."""
     owners = [owner for part in DATA_PARTS if part in parts for owner in parts[part].subject or ()]
-    return design_of({"subject": owners}, len(owners), "node") if owners else None
+    return create_design({"subject": owners}, len(owners), "node") if owners else None
 
 
 def _split_indices(parts: Mapping[str, Any]) -> dict[str, Split]:
@@ -300,7 +300,7 @@ def _is_plain(loss: nn.Module, free: Sequence[str] = ()) -> bool:
     return same and getattr(loss, "weight", None) is None and getattr(loss, "pos_weight", None) is None
 
 
-def _loss_of_app(loss: object, y: Tensor, outputs_shape: tuple[int, ...]) -> Any:
+def _adapt_loss(loss: object, y: Tensor, outputs_shape: tuple[int, ...]) -> Any:
     """Return an app's loss, adapted to the shapes of the app's outputs and targets. ``y`` is a single target."""
     is_float = y.is_floating_point() or isinstance(loss, nn.BCEWithLogitsLoss | nn.BCELoss)
     shape, whole, moved = y.shape, None if is_float else y.dtype, dict[Any, Any]()

@@ -19,10 +19,10 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.engine.job import Job
 from fedloom.engine.replay import Replay
 from fedloom.engine.setup import make_job
-from fedloom.errors import ConfigError, FedloomError, Refused, WireError, cause_of, escape_line
+from fedloom.errors import ConfigError, FedloomError, Refused, WireError, describe_cause, escape_line
 from fedloom.local.oracles.precision import isolate_torch_settings, make_repeatable
 from fedloom.local.rows import name_tensors, to_device
-from fedloom.rundir import place_of
+from fedloom.rundir import as_path
 from fedloom.storage import make_folder
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.trained.model import open_tensors, running_statistics
@@ -30,19 +30,19 @@ from fedloom_sites.deploy.noise import deployed_setting
 from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, pack_arrays
 from fedloom_sites.deploy.site.local_data import move_client_to_seat, part_sizes
 from fedloom_sites.flower.analyses import ANALYZE_ACTION, answer_step
-from fedloom_sites.flower.documents import setting_of
+from fedloom_sites.flower.documents import read_setting
 from fedloom_sites.flower.local import Local, NodeProblem
 from fedloom_sites.flower.records import (
     VALUES_RECORD,
-    arrays_of,
     check_alike,
+    describe_shapes,
     head_of,
-    messages_of,
-    shapes_of,
-    tensors_of,
+    make_array_record,
+    read_messages,
+    read_tensors,
     write_values,
 )
-from fedloom_sites.flwr_adapter import ErrorCode, mods_of
+from fedloom_sites.flwr_adapter import ErrorCode, get_mods
 from fedloom_sites.transport.node import Node
 
 DEFAULT_ACTION = "default"
@@ -92,7 +92,7 @@ def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
         for kind, acts in {**answers, "evaluate": {DEFAULT_ACTION: node.evaluate}}.items():
             for action, act in acts.items():
                 try:
-                    getattr(app, kind)(action)(node.answering(act))
+                    getattr(app, kind)(action)(node.make_handler(act))
                 except ValueError as error:
                     raise _already_registered(kind) from error
             setattr(app, kind, _protect_functions(kind, getattr(app, kind), acts))
@@ -131,7 +131,7 @@ def personal_model(context: Context) -> dict[str, Tensor]:
     Raises:
         ConfigError: no model is stored yet.
     """
-    state = tensors_of(context.state, MODEL_KEY)
+    state = read_tensors(context.state, MODEL_KEY)
     if not state:
         raise ConfigError("this node has no model yet. It receives one when the strategy evaluates")
     return {name: values.clone() for name, values in state.items()}
@@ -154,7 +154,7 @@ class _Node:
     def __init__(self, function: LocalFunction, app: ClientApp) -> None:
         self._function, self._app, self._runs = function, app, dict[tuple[int, int], _NodeRun]()
 
-    def answering(self, act: Callable[[dict[str, Any], Message, Context], RecordDict]) -> Callable[..., Message]:
+    def make_handler(self, act: Callable[[dict[str, Any], Message, Context], RecordDict]) -> Callable[..., Message]:
         """Return a handler for Flower that reports a failure as a readable message, at the node and at the server."""
 
         def handler(message: Message, context: Context) -> Message:
@@ -170,7 +170,7 @@ class _Node:
                 with isolate_torch_settings():
                     return Message(act(values, message, context), reply_to=message)
             except Exception as error:
-                sentence = str(error) if isinstance(error, FedloomError) else cause_of(error)
+                sentence = str(error) if isinstance(error, FedloomError) else describe_cause(error)
                 sys.stderr.write(f"fedloom: node {context.node_id}: {escape_line(sentence)}\n")
                 reply = write_values(error=sentence, lost=isinstance(error, _LostState))
                 return Message(RecordDict({VALUES_RECORD: reply}), reply_to=message)
@@ -179,7 +179,7 @@ class _Node:
 
     def hello(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
         """Return the schema of the node's samples, the module's signature, and the number of samples per part."""
-        mods = [getattr(mod, "__name__", "") for mod in mods_of(self._app)]
+        mods = [getattr(mod, "__name__", "") for mod in get_mods(self._app)]
         for name in SECURE_MODS & {*mods}:
             raise Refused(
                 f"{name} needs the server workflow of Flower's secure aggregation, but strategies of Flower's message "
@@ -195,7 +195,7 @@ class _Node:
     def ask(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
         """Return the node's answer about the global model, which a sampler has requested."""
         node, job = self._node(values, message, context)
-        answer, work = node.answer(job, messages_of(message.content)[0], values["round"])
+        answer, work = node.answer(job, read_messages(message.content)[0], values["round"])
         return RecordDict({VALUES_RECORD: write_values(work=work), ARRAYS_RECORD: pack_arrays([answer])})
 
     def analyze(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
@@ -210,13 +210,13 @@ class _Node:
         """
         (node, job), t = self._node(values, message, context), values["round"]
         try:
-            down = to_device(node.forms.read_down(messages_of(message.content)[0]), job.oracle.device)
+            down = to_device(node.forms.read_down(read_messages(message.content)[0]), job.oracle.device)
         except WireError as error:
             raise Refused(f"the server's message does not fit this node's method: {error}") from error
         with make_repeatable(job.oracle.device, job.setting.engine.precision):
             output = node.train(job, down, t)
-        upload = self._run(context).local.shorten(job, output.upload, down)
-        context.state[f"{STATE_PREFIX}{t}"] = arrays_of(
+        upload = self._run(context).local.clip_upload(job, output.upload, down)
+        context.state[f"{STATE_PREFIX}{t}"] = make_array_record(
             {name: rows[0] for name, rows in name_tensors(output.state).items()}
         )
         self._save_states(context, values.get("run", ""))
@@ -231,12 +231,12 @@ class _Node:
     def evaluate(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
         """Return the models' scores on the node's samples, and store the latest model."""
         (node, job), t = self._node(values, message, context), values["round"]
-        models = node.read_models(job, messages_of(message.content), t, common=values["global"])
+        models = node.read_models(job, read_messages(message.content), t, common=values["global"])
         scores = node.score_hybrid(job, node.score(job, models, t))
         if models.row is not None:
             local = self._run(context).local
             folder, model_state = local.folder, _state_dict(local.model, job, models.row, node.ids)
-            context.state[MODEL_KEY] = arrays_of(model_state)
+            context.state[MODEL_KEY] = make_array_record(model_state)
             if folder is not None:
                 about = {"kind": models.kind, "round": t, "run": context.run_id}
                 path = Path(folder) / f"{context.node_id}.safetensors"
@@ -264,12 +264,12 @@ class _Node:
                     f"the function decorated with @client must return a Local, got {type(local).__name__}"
                 )
             if local.folder is not None:
-                make_folder(place_of(local.folder, "folder", ", or None for no file"))
+                make_folder(as_path(local.folder, "folder", ", or None for no file"))
             while len(self._runs) >= MAX_STORED_RUNS:
                 self._runs.pop(next(iter(self._runs)))
             with isolate_torch_settings():
                 problem = local.read()
-                self._runs[key] = _NodeRun(local, problem, shapes_of(local.model))
+                self._runs[key] = _NodeRun(local, problem, describe_shapes(local.model))
             for note in problem.fed.remarks:
                 sys.stderr.write(f"fedloom: node {context.node_id}: {note}\n")
         return self._runs[key]
@@ -277,12 +277,12 @@ class _Node:
     def _node(self, values: dict[str, Any], message: Message, context: Context) -> tuple[Node, Job]:
         """Return the run at this node, and its job, with the node's share and the state that the server accepted."""
         run, seat = self._run(context), values["client"]
-        start = tensors_of(message.content, "start")
+        start = read_tensors(message.content, "start")
         check_alike(run.shapes, values["parameters"])
         key = (seat, values["document"], *values["sizes"])
         if start or run.key != key:
             model, objective = run.problem.model, run.problem.objective
-            setting = setting_of(values["document"], model, values["rounds"], task=objective)
+            setting = read_setting(values["document"], model, values["rounds"], task=objective)
             setting = setting.with_(
                 engine=setting.engine.with_(device=str(run.local.device), workers=1, clients_per_batch=1)
             )
@@ -308,7 +308,9 @@ class _Node:
             return
         rounds = [name.removeprefix(STATE_PREFIX) for name in context.state if name.startswith(STATE_PREFIX)]
         rows = {
-            f"{t}/{name}": row for t in rounds for name, row in tensors_of(context.state, f"{STATE_PREFIX}{t}").items()
+            f"{t}/{name}": row
+            for t in rounds
+            for name, row in read_tensors(context.state, f"{STATE_PREFIX}{t}").items()
         }
         save_tensors(_rows_file(folder, context), rows, {"run": run, "rounds": " ".join(rounds)})
 
@@ -322,7 +324,7 @@ class _Node:
             if about.get("run") == run and str(accepted) in about.get("rounds", "").split():
                 names = [name for name in file.keys() if name.startswith(f"{accepted}/")]  # noqa: SIM118  # no dict
                 rows = {name.partition("/")[2]: file.get_tensor(name) for name in names}
-                context.state[f"{STATE_PREFIX}{accepted}"] = arrays_of(rows)
+                context.state[f"{STATE_PREFIX}{accepted}"] = make_array_record(rows)
 
     def _accepted_state(self, job: Job, context: Context, accepted: int, run: str) -> dict[str, Tensor] | None:
         """Return the accepted state, and delete all other states.
@@ -339,7 +341,7 @@ class _Node:
             return None
         if newest not in context.state:
             raise _LostState(f"the state of round {accepted} is no longer on this node, so the node starts again")
-        return tensors_of(context.state, newest)
+        return read_tensors(context.state, newest)
 
 
 class _LostState(FedloomError):

@@ -31,12 +31,12 @@ def log(level: int, text: str, *values: object) -> None:
     logging.getLogger("flwr").log(level, text, *(escape_line(v) if isinstance(v, str) else v for v in values))
 
 
-def arrays_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
+def make_array_record(tensors: Mapping[str, Tensor]) -> ArrayRecord:
     """Convert tensors to a record in Flower's format."""
     return ArrayRecord({name: tensor.detach().cpu() for name, tensor in tensors.items()})
 
 
-def messages_of(records: RecordDict) -> list[bytes]:
+def read_messages(records: RecordDict) -> list[bytes]:
     """Return the encoded arrays that a message or a reply contains.
 
     Raises:
@@ -48,7 +48,7 @@ def messages_of(records: RecordDict) -> list[bytes]:
     return unpack_arrays(record, math.inf)
 
 
-def tensors_of(records: RecordDict, name: str) -> dict[str, Tensor]:
+def read_tensors(records: RecordDict, name: str) -> dict[str, Tensor]:
     """Return the tensors of a record. If there is no record, the dict is empty.
 
     Raises:
@@ -89,7 +89,7 @@ def write_values(**values: Any) -> ConfigRecord:
     return ConfigRecord({"release": __version__, **values})
 
 
-def state_dict_of(arrays: object, module: nn.Module) -> dict[str, Tensor]:
+def read_state_dict(arrays: object, module: nn.Module) -> dict[str, Tensor]:
     """Read a module's values from a record.
 
     Raises:
@@ -122,7 +122,7 @@ def state_dict_of(arrays: object, module: nn.Module) -> dict[str, Tensor]:
     return values
 
 
-def shapes_of(module: nn.Module) -> str:
+def describe_shapes(module: nn.Module) -> str:
     """Return a text with the shapes of a module's parameters, and with shapes, means and spreads of untrained values.
 
     Statistics of normalization layers are omitted, since a node computes them from its own samples.

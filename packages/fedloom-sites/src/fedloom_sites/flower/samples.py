@@ -122,18 +122,18 @@ class UnpackHook:
 
 def flatten_outputs_hook(_module: nn.Module, _args: Any, outputs: Any) -> Tensor:
     """Flatten a module's outputs to ``[b, k]`` in a hook; if there are several fields, use only the logits."""
-    outputs = _logits_of(outputs)
+    outputs = _get_logits(outputs)
     rows: Tensor = outputs.reshape(len(outputs), -1)
     return rows
 
 
 def use_logits_hook(_module: nn.Module, _args: object, outputs: object) -> Tensor:
     """Return the logits from a module's outputs in a hook. Outputs without logits remain unchanged."""
-    rows: Tensor = _logits_of(outputs)
+    rows: Tensor = _get_logits(outputs)
     return rows
 
 
-def _logits_of(outputs: object) -> Any:
+def _get_logits(outputs: object) -> Any:
     """Return the field or entry ``logits`` of an output, or the output itself if it has none."""
     return outputs.get("logits", outputs) if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
 
@@ -374,7 +374,7 @@ def _call_module(module: nn.Module, x: Tensor, parts: tuple[ModuleInput, ...]) -
         ) from error
     finally:
         module.train(training)
-    rows = _logits_of(outputs)
+    rows = _get_logits(outputs)
     if not isinstance(rows, Tensor) or rows.dim() < 1 or len(rows) != len(two):
         got = f"shape {[*rows.shape]}" if isinstance(rows, Tensor) else type(rows).__name__
         raise ConfigError(

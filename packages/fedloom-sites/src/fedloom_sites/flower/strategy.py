@@ -25,24 +25,24 @@ from fedloom.engine.round import run_round
 from fedloom.engine.scoring import score_request
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
-from fedloom.errors import ConfigError, RunStopped, Stop, entered
+from fedloom.errors import ConfigError, RunStopped, Stop, adapt_wording
 from fedloom.local.oracles.precision import isolate_torch_settings
-from fedloom.rundir import place_of
+from fedloom.rundir import as_path
 from fedloom.trained.model import running_statistics
-from fedloom.values import dump
+from fedloom.values import dump_value
 from fedloom_sites.deploy.noise import deployed_setting
-from fedloom_sites.deploy.site.local_data import federation_of
+from fedloom_sites.deploy.site.local_data import make_blank_federation
 from fedloom_sites.flower.clients import FlowerClients, RememberingClients
 from fedloom_sites.flower.documents import (
     PRIVACY_HINT,
     check_counts,
     document_of,
+    read_setting,
     refuse_privacy,
     resolved_document,
-    setting_of,
 )
 from fedloom_sites.flower.members import RunMembers, SavedRun, collect_introductions, read_run, write_run
-from fedloom_sites.flower.records import log, shapes_of, state_dict_of
+from fedloom_sites.flower.records import describe_shapes, log, read_state_dict
 from fedloom_sites.flower.samples import Signature, adapt_module
 from fedloom_sites.transport.forms import Forms
 from fedloom_sites.transport.limits import check_real_clients
@@ -85,7 +85,7 @@ class Strategy(FlowerStrategy):
     """
 
     @isolate_torch_settings()
-    @entered("flower")
+    @adapt_wording("flower")
     def __init__(
         self, algorithm: str, model: nn.Module, *, min_nodes: int = 2, wait: float = 3600.0, evaluate_every: int = 1,
         folder: Path | str | None = None, **choices: object,
@@ -98,10 +98,10 @@ class Strategy(FlowerStrategy):
         self._document = document_of(algorithm, choices)
         self._name, self._model = algorithm, copy.deepcopy(model)
         self._min_nodes, self._wait, self._every = min_nodes, wait, evaluate_every
-        self._folder = None if folder is None else place_of(folder, "folder", ", or None for no checkpoint")
+        self._folder = None if folder is None else as_path(folder, "folder", ", or None for no checkpoint")
         self._rounds, self._before, self._timeout, self._writes = 0, 0, wait, True  # set by `start`
         self._asked = 0
-        check_real_clients(algorithm, setting_of(self._document, self._model, 1), "nodes")
+        check_real_clients(algorithm, read_setting(self._document, self._model, 1), "nodes")
         self._clients: FlowerClients | None = None
         self._job: Job | None = None
         self._unread = set[tuple[str, str]]()
@@ -139,7 +139,7 @@ class Strategy(FlowerStrategy):
         for name, config in (("train_config", train_config), ("evaluate_config", evaluate_config)):
             self._warn_of_unread(name, config or ConfigRecord())
         self._rounds, self._timeout = num_rounds, timeout
-        check_real_clients(self._name, setting_of(self._document, self._model, num_rounds), "nodes")
+        check_real_clients(self._name, read_setting(self._document, self._model, num_rounds), "nodes")
         self._clients = self._job = None
         self._before = done = self._begin(initial_arrays, grid).round
         if (newest := self._arrays()) is None:
@@ -336,21 +336,21 @@ class Strategy(FlowerStrategy):
         log(INFO, "\t├──> fedloom: %s", self._document)
 
     @isolate_torch_settings()
-    @entered("flower")
+    @adapt_wording("flower")
     def _begin(self, arrays: ArrayRecord, grid: Grid) -> State:
         """Find the run's nodes, build the job from the descriptions of their samples, and return the initial state."""
-        self._model.load_state_dict(state_dict_of(arrays, self._model))
-        parameters = shapes_of(self._model)
+        self._model.load_state_dict(read_state_dict(arrays, self._model))
+        parameters = describe_shapes(self._model)
         saved = None if self._folder is None else read_run(self._folder)
         members, schema, signature = self._collect_introductions(grid, parameters, saved)
         if self._folder is not None and saved is None:
             write_run(self._folder, SavedRun(members, schema, signature, self._document, parameters))
-        setting = setting_of(self._document, adapt_module(self._model, signature), max(self._rounds, 1))
+        setting = read_setting(self._document, adapt_module(self._model, signature), max(self._rounds, 1))
         setting = setting.with_(
             engine=setting.engine.with_(quorum=1e-9, device="cpu", workers=1, clients_per_batch=1),
             evaluate=setting.evaluate.with_(batchnorm_stats="own"),  # nodes score with their own statistics
         )
-        fed = federation_of(schema, torch.tensor(members.sizes))
+        fed = make_blank_federation(schema, torch.tensor(members.sizes))
         job, server = make_job(setting, fed)
         if not self._rounds:
             _warn_of_rounds(self._name, job.setting, make_job(setting.with_(rounds=LONG_RUN_ROUNDS), fed)[0].setting)
@@ -462,7 +462,7 @@ class Strategy(FlowerStrategy):
 
 def _warn_of_rounds(name: str, setting: Setting, longer: Setting) -> None:
     """Log a warning about options that depend on the number of rounds, which is unknown in an app's own loop."""
-    options, of_many = dump(setting.method), dump(longer.method)
+    options, of_many = dump_value(setting.method), dump_value(longer.method)
     derived = {key: value for key, value in options.items() if value != of_many.get(key)}
     if derived:
         cure = f"Strategy({name!r}, ..., {'=..., '.join(derived)}=...)"

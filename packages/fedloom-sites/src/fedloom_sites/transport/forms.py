@@ -223,6 +223,6 @@ class Upload(NamedTuple):
     sampler_report: Tensor | None
 
 
-def output_of(sent: Upload, work: Tensor) -> ClientOutput:
+def make_output(sent: Upload, work: Tensor) -> ClientOutput:
     """Return a client's output as seen by the server. The client's state remains at the client."""
     return ClientOutput(sent.up, ClientState(Nothing()), work, sent.info, sent.sampler_report)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedloom.engine.clients.chunk import ClientOutput, ask_chunk, run_clients
 from fedloom.engine.clients.scores import hybrid_scores, personal_models, score_chunk
 from fedloom.engine.job import Job
-from fedloom.local.rows import Fields, for_everyone, group_of, rebuild_rows
+from fedloom.local.rows import Fields, for_everyone, rebuild_rows, select_group
 from fedloom.processes.clients import AskTask, Scores, ScoreTask, TrainTask
 from fedloom_sites.transport.forms import Forms
 
@@ -45,7 +45,7 @@ class Node:
         for name, store in job.state_stores.items():
             store.reset()
             if tensors is not None:
-                fields = group_of(tensors, name)
+                fields = select_group(tensors, name)
                 store.write(
                     self.ids, rebuild_rows(store.template, [fields[field][None] for field in store.template._fields])
                 )

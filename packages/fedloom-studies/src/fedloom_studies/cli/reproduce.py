@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedloom.errors import ConfigError
-from fedloom.formats import significant
+from fedloom.formats import format_significant
 from fedloom.lab.cli import DataDir, ExecutorName, Join, app, complete_one_of, print_errors, say, worker_count
 from fedloom_studies.cli._complete import recipes as recipe_names
 
@@ -202,14 +202,14 @@ def _print_verdicts(recipe: Recipe, summary: RecipeSummary) -> None:
     """Print a recipe's table of values and its table of claims."""
     from fedloom.lab.printing import print_texts
     from fedloom_studies.reproduce import judge
-    from fedloom_studies.reproduce.cells import cells_of_table
-    from fedloom_studies.reproduce.figures import unit
+    from fedloom_studies.reproduce.cells import make_table_cells
+    from fedloom_studies.reproduce.figures import get_unit
 
     compare = recipe.follows_paper(summary.scale, summary.samples)
     rows = [
-        (c.variant, c.column, unit(c.figure).value(c.mean, c.std), str(c.n), unit(c.figure).value(c.chosen),
-         "-" if c.paper is None else unit(c.figure).value(c.paper, c.paper_std), c.verdict)
-        for c in cells_of_table(recipe, summary.numbers, compare=compare)
+        (c.variant, c.column, get_unit(c.figure).value(c.mean, c.std), str(c.n), get_unit(c.figure).value(c.chosen),
+         "-" if c.paper is None else get_unit(c.figure).value(c.paper, c.paper_std), c.verdict)
+        for c in make_table_cells(recipe, summary.numbers, compare=compare)
     ]  # fmt: skip
     if rows:
         print_texts(
@@ -321,8 +321,8 @@ def _verify_summary(
     code = f", commit {summary.commit}" if summary.commit else ""
     say(
         f"{recipe.name}, seed {summary.seeds[0]}: {word}: {equal} of {len(differences)} values equal, the largest "
-        f"relative difference {significant(worst.size, 2)} ({worst.reference}: {worst.recorded_value} then, "
-        f"{worst.measured_value} now; noise is up to {significant(SUM_ORDER_TOLERANCE)})."
+        f"relative difference {format_significant(worst.size, 2)} ({worst.reference}: {worst.recorded_value} then, "
+        f"{worst.measured_value} now; noise is up to {format_significant(SUM_ORDER_TOLERANCE)})."
         f" Then: {summary.date}{code}, torch {summary.versions['torch']}, {summary.machine}"
     )
     if word == "not equal":

@@ -54,7 +54,7 @@ class GradientBudget:
         """Return True if a run's number of gradients is so far from FedAvg's that the run must be planned again."""
         return self._budget_of_seed(seed)[1].missed(samples)
 
-    def alike(self, cell: Cell, first: CellRecord | None) -> bool:
+    def has_equal_work(self, cell: Cell, first: CellRecord | None) -> bool:
         """Return True if a method computes as many gradients as FedAvg in all recorded trials and equal-round runs."""
         setup = self._setup
         if first is None or first.status != DONE_STATUS or stale_reason(Cell(setup, cell.method, first.space), first):

@@ -17,8 +17,8 @@ from typing import Any
 import tomli_w
 
 from fedloom.lab.experiment import Tune, parse
-from fedloom.lab.tune import space_of
-from fedloom.values import dump
+from fedloom.lab.tune import build_search_space
+from fedloom.values import dump_value
 from fedloom_studies.map.records import DONE_STATUS, CellRecord
 from fedloom_studies.map.setups import REFERENCE_METHODS, Setup
 
@@ -90,7 +90,9 @@ def write_portfolio(methods: Sequence[str]) -> str:
     spaces = dict[str, Any]()
     for name in methods:
         plan = parse({"data": {"source": "digits"}, "method": [{"algorithm": name}]}, name)
-        space = space_of(plan.methods[0], Tune(), name)
-        settings = {k: list(d) if isinstance(d, tuple) else dump(d) for k, d in space.items() if k != STEP_SIZE_KEY}
+        space = build_search_space(plan.methods[0], Tune(), name)
+        settings = {
+            k: list(d) if isinstance(d, tuple) else dump_value(d) for k, d in space.items() if k != STEP_SIZE_KEY
+        }
         spaces |= {name: settings} if settings else {}
     return FILE_HEAD + tomli_w.dumps({"methods": list(methods), "space": spaces})

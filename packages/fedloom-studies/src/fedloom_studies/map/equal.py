@@ -8,21 +8,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedloom.formats import fixed, options, significant
+from fedloom.formats import format_fixed, format_options, format_significant
 from fedloom.lab.report import DifferenceTest, run_family_tests, seed_differences
 from fedloom_studies.map.budget import EQUAL_GRADIENTS_TOLERANCE
 from fedloom_studies.map.judge import SetupVerdict, judge_setup
 from fedloom_studies.map.records import DONE_STATUS, REUSED_STATUS, CellRecord, fill_reused, stale_reason
-from fedloom_studies.map.setups import REFERENCE_METHODS, Cell, Protocol, Setup, methods_of
+from fedloom_studies.map.setups import REFERENCE_METHODS, Cell, Protocol, Setup, list_methods
 from fedloom_studies.map.statements import (
     MAP_FOLDER,
+    format_signed,
     join_with_and,
     join_with_commas,
     list_names,
-    rivals_of,
+    list_rivals,
     setup_sentences,
     share_of_cells,
-    signed,
     state_result,
     write_percent,
 )
@@ -67,7 +67,9 @@ class BothProtocols(NamedTuple):
     def changed(self, sign: int) -> list[str]:
         """Return the methods whose change is significant and has the given sign, largest change first."""
         clear = [(name, c) for name, c in self.changes.items() if c.significant and sign * c.mean > 0]
-        return [f"{name} {signed(change)}" for name, change in sorted(clear, key=lambda item: -abs(item[1].mean))]
+        return [
+            f"{name} {format_signed(change)}" for name, change in sorted(clear, key=lambda item: -abs(item[1].mean))
+        ]
 
 
 def compare_protocols(rounds: SetupVerdict, first: Records, second: Records) -> BothProtocols:
@@ -87,12 +89,12 @@ def compare_protocols(rounds: SetupVerdict, first: Records, second: Records) -> 
     means, fedavg = {}, rounds.find(REFERENCE_METHODS[1])
     for s in gradients.standings:
         before, reused = rounds.find(s.method), recorded[s.method].status == REUSED_STATUS
-        if before and not reused and not (fedavg and _same_work(before.record, fedavg.record)):
+        if before and not reused and not (fedavg and _is_same_work(before.record, fedavg.record)):
             means[s.method] = seed_differences(s.figures["mean"], before.figures["mean"])
     return BothProtocols(rounds, gradients, recorded, run_family_tests(means))
 
 
-def _same_work(one: CellRecord, fedavg: CellRecord) -> bool:
+def _is_same_work(one: CellRecord, fedavg: CellRecord) -> bool:
     """Return True if a method computed as many gradients as FedAvg with every seed."""
     spent = [(series.gradients[-1], fedavg.seeds[seed].gradients[-1])
              for seed, series in one.seeds.items() if seed in fedavg.seeds]  # fmt: skip
@@ -115,7 +117,7 @@ def changes_in_words(c: BothProtocols) -> str:
 
 def protocol_summary_lines(comparisons: Sequence[BothProtocols]) -> Iterator[str]:
     """Yield lines for the map's page: the protocol, and a row for every setup that has results for both baselines."""
-    methods = methods_of(GRADIENTS_PROTOCOL)
+    methods = list_methods(GRADIENTS_PROTOCOL)
     records = [record for c in comparisons for name, record in c.records.items() if name in methods]
     yield from ("## At equal gradients", "")
     yield EQUAL_GRADIENTS_TEXT.format(
@@ -130,7 +132,7 @@ def protocol_summary_lines(comparisons: Sequence[BothProtocols]) -> Iterator[str
         yield "|---|---|---|---|---|---|"
     for c in begun:
         j = c.gradients
-        top, better = j.standings[0], list_names(s.method for s in rivals_of(j) if s.better)
+        top, better = j.standings[0], list_names(s.method for s in list_rivals(j) if s.better)
         link = f"[{j.setup.title}]({MAP_FOLDER}/{j.setup.name}.md#at-equal-gradients)"
         outside = len(c.records.keys() - set(methods))
         count = f"{len(c.records) - outside} of {len(methods)}{f' and {outside} more' if outside else ''}"
@@ -157,7 +159,9 @@ def _costlier_sentence(comparisons: Sequence[BothProtocols]) -> str:
         fedavg = c.gradients.find(REFERENCE_METHODS[1])
         times = {s.method: s.figures["gradients"].mean / fedavg.figures["gradients"].mean
                  for s in c.gradients.standings if fedavg}  # fmt: skip
-        methods = [f"{name} (by a factor of {significant(share, 2)})" for name, share in times.items() if share > 1.1]
+        methods = [
+            f"{name} (by a factor of {format_significant(share, 2)})" for name, share in times.items() if share > 1.1
+        ]
         if methods:
             named.append(f"{join_with_and(methods)} in *{c.rounds.setup.title}*")
     return (
@@ -185,14 +189,15 @@ def equal_section(c: BothProtocols) -> Iterator[str]:
         rounds = np.mean([series.rounds[-1] for series in s.record.seeds.values()])
         share = s.figures["gradients"].mean / fedavg.figures["gradients"].mean if fedavg else float("nan")
         shown = [s.method, write_percent(before.figures["mean"] if before else None), write_percent(s.figures["mean"]),
-                 signed(change) if change else "-", fixed(float(rounds), 0), significant(share, 3) if fedavg else "-",
-                 options(s.record.chosen, 3), _method_notes(setup, c, s.method)]  # fmt: skip
+                 format_signed(change) if change else "-", format_fixed(float(rounds), 0),
+                 format_significant(share, 3) if fedavg else "-",
+                 format_options(s.record.chosen, 3), _method_notes(setup, c, s.method)]  # fmt: skip
         yield f"| {' | '.join(shown)} |"
     yield ""
     for record in c.records.values():
         if record.status not in (DONE_STATUS, REUSED_STATUS):
             yield state_result(record)
-    missing = [name for name in methods_of(GRADIENTS_PROTOCOL) if name not in c.records]
+    missing = [name for name in list_methods(GRADIENTS_PROTOCOL) if name not in c.records]
     if missing:
         named = join_with_commas(missing) if c.records else "all methods"
         yield f"- To run the missing methods ({named}), use `fedloom map --protocol gradients --setup {setup.name}`."

@@ -158,7 +158,7 @@ def judge_setup(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> 
     standings = tuple(
         MethodStanding(m, cells[m], _standing_figures(cells[m], done, best), tests.get(m), confirmed(m)) for m in order
     )
-    tested = [m for m, test in tests.items() if test.testable]
+    tested = [m for m, test in tests.items() if test.is_testable]
     prior = fit_common_prior([_as_array([*members[m].values()]) for m in tested])
     needed = (
         required_seeds(DETECTABLE_GAIN, prior, MODERATED_LEVEL / len(tested), DETECTION_PROBABILITY) if prior else 0

@@ -26,19 +26,19 @@ from fedloom_studies.map.judge import judge_setup
 from fedloom_studies.map.records import (
     DONE_STATUS,
     FAILED_STATUS,
-    NOT_APPLICABLE,
+    NOT_APPLICABLE_STATUS,
     REUSED_STATUS,
     CellRecord,
     new_record,
     read_records,
+    read_series,
     record_cell,
-    series_of,
     stale_reason,
 )
-from fedloom_studies.map.setups import REFERENCE_METHODS, Cell, Protocol, Setup, methods_of
+from fedloom_studies.map.setups import REFERENCE_METHODS, Cell, Protocol, Setup, list_methods
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.estimate import seconds_per_round
-from fedloom_studies.reproduce.execute import Show, TimeBudget
+from fedloom_studies.reproduce.execute import ShowProgress, TimeBudget
 from fedloom_studies.reproduce.recipe import NominalDataset
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def cells_to_run(
     cells_due = []
     for setup in setups:
         for name in (
-            dict.fromkeys([*REFERENCE_METHODS[:2], *methods]) if methods else setup.methods or methods_of(protocol)
+            dict.fromkeys([*REFERENCE_METHODS[:2], *methods]) if methods else setup.methods or list_methods(protocol)
         ):
             cell = Cell(setup, name, dict(space) if name in methods else {}, protocol)
             record = records.get((setup.name, name))
@@ -98,7 +98,7 @@ def missing_seeds(cell: Cell, record: CellRecord) -> tuple[int, ...]:
 
 def measure_all(
     todo: Sequence[Cell], records: Mapping[tuple[str, str], CellRecord], results: Path, out: Path,
-    data_dir: Path | None, budget: TimeBudget, show: Show, say: Callable[[str], object], *, again: bool = False,
+    data_dir: Path | None, budget: TimeBudget, show: ShowProgress, say: Callable[[str], object], *, again: bool = False,
     workers: int = 1, join: bool = False,
 ) -> bool:  # fmt: skip
     """Measure cells and write their records. Return True if all cells have ended.
@@ -146,7 +146,7 @@ class _CellMeasurement(NamedTuple):
     out: Path
     data_dir: Path | None
     budget: TimeBudget
-    show: Show
+    show: ShowProgress
     say: Callable[[str], object]
     again: bool
 
@@ -224,7 +224,7 @@ class CellWork(NamedTuple):
     folder: Path
     data_dir: Path | None
     budget: TimeBudget
-    show: Show
+    show: ShowProgress
     gradients: GradientBudget | None
     """Budgets of gradients in the setup, or None at equal rounds."""
 
@@ -254,7 +254,7 @@ class CellWork(NamedTuple):
             return None
         with summaries.count_spent_time(self.folder, "planned"):
             try:
-                alike = self.gradients.alike(self.cell, first)
+                alike = self.gradients.has_equal_work(self.cell, first)
             except ConfigError:  # `measure` has its sentence
                 return None
         reason = "FedAvg's gradients at equal rounds, so the same runs"
@@ -270,7 +270,7 @@ class CellWork(NamedTuple):
                 chosen = dict(finding.best.params) if finding and finding.best else {}
                 fields = self._run(cell.seeds, chosen, listeners) if finding is None or finding.best else {}
             except ConfigError as refused:
-                return new_record(cell, NOT_APPLICABLE, str(refused).removeprefix(f"{cell.where}: "), 0.0)
+                return new_record(cell, NOT_APPLICABLE_STATUS, str(refused).removeprefix(f"{cell.where}: "), 0.0)
             except RunStopped as stopped:
                 if stopped.reason is not Stop.INTERRUPTED:
                     raise
@@ -352,17 +352,17 @@ class CellWork(NamedTuple):
     ) -> dict[str, Any] | None:
         """Run the cell with the given seeds. Return the fields of a record, or None if the work was interrupted."""
         if self.gradients is None:
-            return self._play(seeds, chosen, listeners)
+            return self._run_seeds(seeds, chosen, listeners)
         fields: dict[str, Any] = {}
         for seed in seeds:  # what the budget buys depends on how the seed draws the clients
-            of_seed = self._buy(self.gradients, seed, chosen, listeners)
+            of_seed = self._run_within_budget(self.gradients, seed, chosen, listeners)
             if of_seed is None:
                 return None
             lost = fields.get("reason") or of_seed["reason"]
             fields = {**of_seed, **fields, "seeds": fields.get("seeds", {}) | of_seed["seeds"], "reason": lost}
         return fields
 
-    def _buy(
+    def _run_within_budget(
         self, budget: GradientBudget, seed: int, chosen: Mapping[str, Any], listeners: tuple[Listener, ...]
     ) -> dict[str, Any] | None:
         """Run as many rounds as the budget of gradients allows.
@@ -375,14 +375,14 @@ class CellWork(NamedTuple):
             rounds = budget.rounds(self.cell, chosen, seed)
         except RunStopped as stopped:
             return {"seeds": {}, "reason": f"seed {seed} without a result: {stopped}"}
-        fields = self._play((seed,), chosen, listeners, rounds=rounds)
+        fields = self._run_seeds((seed,), chosen, listeners, rounds=rounds)
         spent = [series.gradients[-1] for series in fields["seeds"].values()] if fields else []
         if any(budget.missed(samples, seed) for samples in spent):
             again = budget.rounds(self.cell, chosen, seed, whole=True)
-            return fields if again == rounds else self._play((seed,), chosen, listeners, rounds=again)
+            return fields if again == rounds else self._run_seeds((seed,), chosen, listeners, rounds=again)
         return fields
 
-    def _play(
+    def _run_seeds(
         self, seeds: Sequence[int], chosen: Mapping[str, Any], listeners: tuple[Listener, ...], **more: int
     ) -> dict[str, Any] | None:
         """Run the method with the chosen settings, and with the options in ``more``.
@@ -400,7 +400,7 @@ class CellWork(NamedTuple):
             outcomes = plan.run(tell, *listeners, page=False)
         if any(outcome.status == "interrupted" for outcome in outcomes):
             return None
-        fields = series_of(read_runs([place])[0], cell.method, seeds)
+        fields = read_series(read_runs([place])[0], cell.method, seeds)
         lost = [outcome for outcome in outcomes if str(outcome.seed) not in fields["seeds"]]
         note = f"{len(lost)} of {len(outcomes)} seeds without a result: {lost[0].reason}" if lost else ""
         return {**fields, "reason": note}

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedloom.algorithms import REGISTRY
-from fedloom.formats import fixed, option, options, percent, significant, write_total
+from fedloom.formats import format_fixed, format_option, format_options, format_percent, format_significant, write_total
 from fedloom.lab.report import FAMILY_ERROR_LEVEL, MIN_SEEDS, render_table_csv
 from fedloom_studies.map.equal import BothProtocols, Records, compare_protocols, equal_section, protocol_summary_lines
 from fedloom_studies.map.judge import (
@@ -23,20 +23,20 @@ from fedloom_studies.map.judge import (
     judge_setup,
 )
 from fedloom_studies.map.pictures import STATUS_SIGNS, draw_ladder, draw_overview
-from fedloom_studies.map.records import NOT_RUN, CellRecord, stale_reason
+from fedloom_studies.map.records import NOT_RUN_STATUS, CellRecord, stale_reason
 from fedloom_studies.map.references import References, reference_lines
 from fedloom_studies.map.rules import advise_rule, rules_section
-from fedloom_studies.map.setups import POOLED_METHOD, REFERENCE_METHODS, Cell, Setup, parts_of_networks
+from fedloom_studies.map.setups import POOLED_METHOD, REFERENCE_METHODS, Cell, Setup, list_network_parts
 from fedloom_studies.map.statements import (
+    DETECTABLE_GAIN_POINTS,
     MAP_FOLDER,
-    WANTED_POINTS,
     advice_lines,
     finding_text,
+    format_signed,
     join_with_and,
     join_with_commas,
     setup_sentences,
     share_of_cells,
-    signed,
     state_result,
     write_percent,
 )
@@ -221,13 +221,14 @@ def _overview_page(
     head = MAP_TEXT.format(
         count=len(verdicts), cells=share_of_cells(sum(len(j.records) for j in verdicts), wanted), trials=setup.trials,
         seeds=len(setup.seeds), ceiling=len((*setup.seeds, *setup.further)),
-        enough=MIN_SEEDS, wanted=WANTED_POINTS, power=percent(DETECTION_PROBABILITY),
+        enough=MIN_SEEDS, wanted=DETECTABLE_GAIN_POINTS, power=format_percent(DETECTION_PROBABILITY),
         folder=MAP_FOLDER, stale=sum(_count_stale(j.setup, j.records) for j in verdicts),
         old=sum(_count_stale(c.rounds.setup, c.records) for c in comparisons),
         finding=finding_text(verdicts), attacked=advise_rule(ruled), widened=widened,
-        advice="\n".join(advice_lines(verdicts, references)), hours=fixed(sum(j.setup.share for j in verdicts) / 60, 1),
+        advice="\n".join(advice_lines(verdicts, references)),
+        hours=format_fixed(sum(j.setup.share for j in verdicts) / 60, 1),
         signs=join_with_and([f"{sign} ({state})" for state, sign in STATUS_SIGNS.items()]),
-        parts=join_with_and([f"{name} uses {options(parts)}" for name, parts in parts_of_networks().items()]),
+        parts=join_with_and([f"{name} uses {format_options(parts)}" for name, parts in list_network_parts().items()]),
     )  # fmt: skip
     lines = [head, "", "## Federation by federation", ""]
     for j in verdicts:
@@ -246,7 +247,7 @@ def _overview_page(
     alike = "differ" if together.p < FAMILY_ERROR_LEVEL else "do not differ significantly"
     lines += [
         f"{len(counted)} methods have results in all {len(together.setups)} federations with tuning. Their mean ranks "
-        f"{alike} (Friedman test, p = {significant(together.p, 2)}).{pooled} The federations are "
+        f"{alike} (Friedman test, p = {format_significant(together.p, 2)}).{pooled} The federations are "
         f"{join_with_and([f'`{name}`' for name in together.setups])}. A bar connects methods whose ranks do not differ "
         "significantly in the Nemenyi test.",
         "",
@@ -288,19 +289,20 @@ def _setup_page(j: SetupVerdict, references: References) -> Iterator[str]:
         figures = s.figures
         shown = [write_percent(figures.get(name)) for name in PERCENT_COLUMNS]
         shares = [
-            percent(figures[f"gainers_{m}"].mean) if f"gainers_{m}" in figures else "-" for m in REFERENCE_METHODS[:2]
+            format_percent(figures[f"gainers_{m}"].mean) if f"gainers_{m}" in figures else "-"
+            for m in REFERENCE_METHODS[:2]
         ]
         rounds_to_95 = figures["rounds_to_95"]
         reached = (
-            fixed(rounds_to_95.mean, 0)
+            format_fixed(rounds_to_95.mean, 0)
             if len(rounds_to_95.finite) == len(rounds_to_95.by_seed)
             else "not with every seed"
         )
-        costs = [write_total(figures["gradients"].mean), significant(figures["bytes"].mean / 1e6, 3), reached]
+        costs = [write_total(figures["gradients"].mean), format_significant(figures["bytes"].mean / 1e6, 3), reached]
         cells = [
             *shown,
             " / ".join(shares),
-            significant(figures["variance"].mean, 2),
+            format_significant(figures["variance"].mean, 2),
             *costs,
             _chosen_settings_text(s.record),
         ]
@@ -320,8 +322,8 @@ def _setup_page(j: SetupVerdict, references: References) -> Iterator[str]:
     revisions = "code from commit" if len(commits) == 1 else "code from commits"
     if j.records:
         yield (
-            f"- The runs took {fixed(spent, 1)} of the planned {option(setup.share)} core-minutes, with {tried} and "
-            f"{revisions} {join_with_and(commits)}."
+            f"- The runs took {format_fixed(spent, 1)} of the planned {format_option(setup.share)} core-minutes, with "
+            f"{tried} and {revisions} {join_with_and(commits)}."
         )
     yield ""
 
@@ -339,7 +341,7 @@ def _record_notes(
 
 
 def _chosen_settings_text(record: CellRecord) -> str:
-    return options(record.chosen, 3)
+    return format_options(record.chosen, 3)
 
 
 def standing_table(verdicts: Iterable[SetupVerdict], methods: Iterable[str]) -> list[dict[str, str]]:
@@ -348,11 +350,11 @@ def standing_table(verdicts: Iterable[SetupVerdict], methods: Iterable[str]) -> 
     for j in verdicts:
         for method in methods:
             record, s = j.records.get(method), j.find(method)
-            row = {"setup": j.setup.name, "method": method, "state": record.status if record else NOT_RUN}
+            row = {"setup": j.setup.name, "method": method, "state": record.status if record else NOT_RUN_STATUS}
             if s is not None:
                 row |= {
                     "mean, %": write_percent(s.figures["mean"]),
-                    "over the better of local and FedAvg": signed(s.gain) if s.gain else "-",
+                    "over the better of local and FedAvg": format_signed(s.gain) if s.gain else "-",
                     "verdict": str(s.verdict) if s.gain else "baseline" if method == j.reference else "-",
                     "place": f"{j.standings.index(s) + 1} of {len(j.standings)}",
                 }

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from fedloom.formats import rounded
+from fedloom.formats import round_significant
 from fedloom.lab.report import kit, look
 from fedloom_studies.map.judge import Groups, SetupVerdict
-from fedloom_studies.map.records import DONE_STATUS, FAILED_STATUS, NOT_APPLICABLE, NOT_RUN
+from fedloom_studies.map.records import DONE_STATUS, FAILED_STATUS, NOT_APPLICABLE_STATUS, NOT_RUN_STATUS
 
 ROW_PIXELS, BAR_PIXELS = 16, 8
 """Height of a row, and width of a bar next to the rows, in pixels."""
 MAX_COLORED_GAIN = 0.1
 """Gain of the cells with the strongest color in the picture."""
-STATUS_SIGNS = {NOT_RUN: "·", NOT_APPLICABLE: "\N{EN DASH}", FAILED_STATUS: "\N{MULTIPLICATION SIGN}"}
+STATUS_SIGNS = {NOT_RUN_STATUS: "·", NOT_APPLICABLE_STATUS: "\N{EN DASH}", FAILED_STATUS: "\N{MULTIPLICATION SIGN}"}
 """Symbols shown in cells that have no gain, keyed by status."""
 
 
@@ -27,9 +27,9 @@ def draw_overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> s
     for j in verdicts:
         for method in methods:
             record, standing = j.records.get(method), j.find(method)
-            gain = rounded(100 * standing.gain.mean) if standing and standing.gain else None
+            gain = round_significant(100 * standing.gain.mean) if standing and standing.gain else None
             gain = 0.0 if method == j.reference else gain
-            status = record.status if record else NOT_RUN
+            status = record.status if record else NOT_RUN_STATUS
             sign = STATUS_SIGNS.get(status, "") if status != DONE_STATUS else ""
             way = (
                 "triangle-up"
@@ -46,7 +46,7 @@ def draw_overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> s
         "setup", [j.setup.title for j in verdicts], axis={"orient": "top", "labelAngle": -90} | whole
     )
     limit = 100 * MAX_COLORED_GAIN
-    colour = kit.shade("gain", "points over the better of local and FedAvg") | {
+    colour = kit.intensity_channel("gain", "points over the better of local and FedAvg") | {
         "scale": {
             "domain": [-limit, 0, limit],
             "range": [look.ORANGE_COLOR, look.GREY_COLOR, look.BLUE_COLOR],
@@ -56,8 +56,10 @@ def draw_overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> s
     }
     opacity = {"field": "clear", "type": "quantitative", "scale": None}
     spec = kit.layer_chart(
-        kit.mark("rect", {"x": x, "y": y, "color": colour, "opacity": opacity}, {"filter": "isValid(datum.gain)"}),
-        kit.mark(
+        kit.mark_layer(
+            "rect", {"x": x, "y": y, "color": colour, "opacity": opacity}, {"filter": "isValid(datum.gain)"}
+        ),
+        kit.mark_layer(
             "point",
             {"x": x, "y": y, "shape": {"field": "way", "type": "nominal", "scale": None}},
             {"filter": "datum.way"},
@@ -66,7 +68,7 @@ def draw_overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> s
             size=24,
             opacity=1,
         ),
-        kit.mark("text", {"x": x, "y": y, "text": {"field": "sign"}}, color=look.GREY_COLOR),
+        kit.mark_layer("text", {"x": x, "y": y, "text": {"field": "sign"}}, color=look.GREY_COLOR),
     )
     room = look.PHONE_WIDTH - look.LETTER_WIDTH * max(map(len, methods)) - 8
     steps = {"width": {"step": int(room / max(1, len(verdicts)))}, "height": {"step": ROW_PIXELS}}
@@ -96,9 +98,9 @@ def draw_ladder(
     rows = [
         {
             "method": name,
-            "value": rounded(value),
-            "low": rounded(value - half),
-            "high": rounded(value + half),
+            "value": round_significant(value),
+            "low": round_significant(value - half),
+            "high": round_significant(value + half),
             "full": float(full is None or name in full),
         }
         for name, value, half in zip(names, values, halves, strict=True)
@@ -107,7 +109,7 @@ def draw_ladder(
     y = kit.nominal_channel("method", names, axis={"labelOverlap": False})
     x = kit.number("value", title, axis={"tickCount": 4})
     filled = {"field": "full", "type": "quantitative", "scale": None}
-    layers = kit.intervals({"y": y, "color": {"value": look.BLUE_COLOR}}, x, fill=look.BLUE_COLOR, size=42)
+    layers = kit.interval_layers({"y": y, "color": {"value": look.BLUE_COLOR}}, x, fill=look.BLUE_COLOR, size=42)
     layers[1]["encoding"]["fillOpacity"] = filled
     bars = [{"group": k, "method": names[a], "last": names[b]} for k, (a, b) in enumerate(groups or ()) if b > a]
     beside = BAR_PIXELS * len(bars) + 6 if bars else 0
@@ -116,7 +118,7 @@ def draw_ladder(
     if not bars:
         return look.svg_for_pages({**points, "datasets": {"rows": rows}})
     place = {"field": "group", "type": "ordinal", "axis": None}
-    bar = kit.mark(
+    bar = kit.mark_layer(
         "rule", {"x": place, "y": {**y, "axis": None, "scale": {"domain": [*names]}}, "y2": {"field": "last"}},
         data="bars", color=look.ORANGE_COLOR, strokeWidth=3, strokeCap="round",
     )  # fmt: skip

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedloom.errors import FedloomError
-from fedloom.formats import rounded
-from fedloom.lab.report import MODEL_KINDS, Key, Run, benign_curve, cumulative, test_metrics
+from fedloom.formats import round_significant
+from fedloom.lab.report import MODEL_KINDS, Key, Run, accumulate_cost, benign_curve, test_metrics
 from fedloom.metrics import leading
 from fedloom_studies.map.setups import Cell, Protocol
 from fedloom_studies.reproduce.summary import current_commit, processor_name
 from fedloom_studies.store import not_a_record_error, read_records_of_file, write_record
 
-DONE_STATUS, FAILED_STATUS, NOT_APPLICABLE, NOT_RUN = "done", "failed", "not applicable", "not run"
+DONE_STATUS, FAILED_STATUS, NOT_APPLICABLE_STATUS, NOT_RUN_STATUS = "done", "failed", "not applicable", "not run"
 REUSED_STATUS = "reused"
 """Status of a cell at equal gradients whose method already computes as many gradients as FedAvg at equal rounds. The
 runs would be the same under both protocols, so the runs at equal rounds are reused."""
@@ -162,7 +162,7 @@ def stale_reason(cell: Cell, record: CellRecord) -> str:
         return ""
 
 
-def series_of(run: Run, method: str, seeds: Sequence[int]) -> dict[str, Any]:
+def read_series(run: Run, method: str, seeds: Sequence[int]) -> dict[str, Any]:
     """Read the fields of a record from a run directory: the metric, the model, and the result of each seed.
 
     Seeds that have no result are omitted.
@@ -180,7 +180,7 @@ def series_of(run: Run, method: str, seeds: Sequence[int]) -> dict[str, Any]:
         clients = np.full(run.clients, math.nan)
         last = points.round == points.round.max()
         clients[points.client[last]] = points.value[last]
-        costs = [cumulative(run, method, seed, cost) for cost in ("samples_backward", "bytes")]
+        costs = [accumulate_cost(run, method, seed, cost) for cost in ("samples_backward", "bytes")]
         spent = [[total.value[total.round <= r].max(initial=0.0) for r in means.round] for total in costs]
         series[str(seed)] = Series(
             _round_values(clients), means.round.tolist(), _round_values(means.value), *map(_exact_values, spent)
@@ -191,7 +191,7 @@ def series_of(run: Run, method: str, seeds: Sequence[int]) -> dict[str, Any]:
 
 
 def _round_values(values: Any) -> Values:
-    return [rounded(value, SIGNIFICANT_DIGITS) for value in values]
+    return [round_significant(value, SIGNIFICANT_DIGITS) for value in values]
 
 
 def _exact_values(values: Sequence[float]) -> list[float]:

@@ -13,24 +13,24 @@ import torch
 from torch import Tensor
 
 from fedloom.data import Federation
-from fedloom.formats import fixed, pair
+from fedloom.formats import format_fixed, format_pair
 from fedloom.lab.experiment import parse
 from fedloom.lab.report import Estimate, seed_differences
 from fedloom.metrics import leading
-from fedloom.tasks import task_of
+from fedloom.tasks import make_task
 from fedloom_studies.map.judge import SetupVerdict, last_means
 from fedloom_studies.map.records import DONE_STATUS, CellRecord, Series, new_record
 from fedloom_studies.map.setups import Cell, Setup
 
 REFERENCE_MODELS = {"logistic": "logistic regression", "forest": "random forest"}
-PER_CLIENT, POOLED_SCOPE = "per client", "pooled"
+CLIENT_SCOPE, POOLED_SCOPE = "per client", "pooled"
 References = Mapping[tuple[str, str], CellRecord]
 
 
 def reference_names() -> Iterator[tuple[str, str, str]]:
     """Yield every reference's name and kind of model, and whether it is trained per client or on pooled data."""
     for kind, words in REFERENCE_MODELS.items():
-        for protocol in (PER_CLIENT, POOLED_SCOPE):
+        for protocol in (CLIENT_SCOPE, POOLED_SCOPE):
             yield f"{words}, {protocol}", kind, protocol
 
 
@@ -49,11 +49,11 @@ def measure_references(setup: Setup, data_dir: Path | None) -> Iterator[CellReco
     for name, kind, protocol in reference_names():
         begin, seeds, metric = time.process_time(), dict[str, Series](), ""
         for seed, fed in feds.items():
-            scores = task_of(fed.data, setting.task).metrics(*_reference_outputs(fed, kind, protocol, seed), fed.n)
+            scores = make_task(fed.data, setting.task).metrics(*_reference_outputs(fed, kind, protocol, seed), fed.n)
             metric = metric or leading(scores)
             clients = scores[metric].tolist()
             seeds[str(seed)] = Series(clients, [0], [float(np.nanmean(clients))], [0.0], [0.0])
-        minutes, model = (time.process_time() - begin) / 60, "personal" if protocol == PER_CLIENT else "global"
+        minutes, model = (time.process_time() - begin) / 60, "personal" if protocol == CLIENT_SCOPE else "global"
         record = new_record(Cell(setup, "local"), DONE_STATUS, "", minutes, metric=metric, model=model, seeds=seeds)
         yield CellRecord(**{**record.__dict__, "method": name, "source": kind, "digest": protocol})
 
@@ -61,11 +61,11 @@ def measure_references(setup: Setup, data_dir: Path | None) -> Iterator[CellReco
 def _reference_outputs(fed: Federation, kind: str, protocol: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the models' outputs on the clients' test parts, the targets, and each output's client."""
     parts = {part: [fed.indices(part, i) for i in range(fed.n)] for part in ("train", "test")}
-    trained = parts["train"] if protocol == PER_CLIENT else [torch.cat(parts["train"])] * fed.n
+    trained = parts["train"] if protocol == CLIENT_SCOPE else [torch.cat(parts["train"])] * fed.n
     outputs = []
     fitted = None
     for train, test in zip(trained, parts["test"], strict=True):
-        fitted = _fit_reference(fed, kind, train, seed) if fitted is None or protocol == PER_CLIENT else fitted
+        fitted = _fit_reference(fed, kind, train, seed) if fitted is None or protocol == CLIENT_SCOPE else fitted
         outputs.append(_reference_logits(fed, fitted, test))
     owner = torch.repeat_interleave(torch.arange(fed.n), torch.tensor([len(test) for test in parts["test"]]))
     return torch.cat(outputs), fed.targets(torch.cat(parts["test"])), owner
@@ -123,7 +123,7 @@ def models_alone(j: SetupVerdict, references: References) -> dict[str, Estimate]
     """Return the values of all models that a client trains alone: local training, and any references per client."""
     rows, local = _reference_rows(j, references), j.find("local")
     per_client = {
-        name: rows[name] for name, _, protocol in reference_names() if protocol == PER_CLIENT and name in rows
+        name: rows[name] for name, _, protocol in reference_names() if protocol == CLIENT_SCOPE and name in rows
     }
     return per_client | ({"local": local.figures["mean"]} if local is not None else {})
 
@@ -134,4 +134,6 @@ def _reference_rows(j: SetupVerdict, references: References) -> dict[str, Estima
 
 
 def _points_text(figure: Estimate, sign: str = "") -> str:
-    return (sign if figure.mean > 0 else "") + pair(fixed(100 * figure.mean, 1), fixed(100 * figure.half, 1))
+    return (sign if figure.mean > 0 else "") + format_pair(
+        format_fixed(100 * figure.mean, 1), format_fixed(100 * figure.half, 1)
+    )

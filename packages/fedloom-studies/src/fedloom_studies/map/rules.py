@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedloom.errors import ConfigError
-from fedloom.formats import fixed
+from fedloom.formats import format_fixed
 from fedloom.rundir import file_name
 from fedloom_studies.map.judge import SetupVerdict, judge_setup
 from fedloom_studies.map.measure import CellWork, hide_progress
 from fedloom_studies.map.records import (
     DONE_STATUS,
     FAILED_STATUS,
-    NOT_APPLICABLE,
+    NOT_APPLICABLE_STATUS,
     CellRecord,
     new_record,
     read_records,
@@ -24,10 +24,10 @@ from fedloom_studies.map.setups import REFERENCE_METHODS, rule_cells, rule_setti
 from fedloom_studies.map.statements import (
     MAP_FOLDER,
     NO_DIFFERENCE,
+    format_signed,
     join_with_and,
-    rivals_of,
+    list_rivals,
     share_of_cells,
-    signed,
     state_result,
     write_percent,
 )
@@ -63,7 +63,7 @@ def measure_rules(
             with summaries.count_spent_time(folder, "cell"):
                 fields = work.run_fields(cell.setup.seeds, source.chosen)
         except ConfigError as refused:
-            record = new_record(cell, NOT_APPLICABLE, str(refused).removeprefix(f"{cell.where}: "), 0.0)
+            record = new_record(cell, NOT_APPLICABLE_STATUS, str(refused).removeprefix(f"{cell.where}: "), 0.0)
         else:
             if fields is None:
                 return False
@@ -96,8 +96,8 @@ def _say_missing(records: Records) -> str:
 
 def recommend_rule(verdicts: Mapping[str, SetupVerdict]) -> str:
     """Return sentences about the combinations that are better than the baseline, and about the best worst case."""
-    better = {attack: [s for s in rivals_of(j) if s.better] for attack, j in verdicts.items()}
-    won = [f"`{best[0].method}` under *{attack}* ({signed(best[0].gain or NO_DIFFERENCE)} points"
+    better = {attack: [s for s in list_rivals(j) if s.better] for attack, j in verdicts.items()}
+    won = [f"`{best[0].method}` under *{attack}* ({format_signed(best[0].gain or NO_DIFFERENCE)} points"
            f"{f', the best of {len(best)} combinations' * (len(best) > 1)})"
            for attack, best in better.items() if best]  # fmt: skip
     none = join_with_and([f"*{attack}*" for attack, best in better.items() if not best] or [""])
@@ -110,8 +110,8 @@ def recommend_rule(verdicts: Mapping[str, SetupVerdict]) -> str:
     if best:
         (points, attack), alone = lowest[best], lowest[REFERENCE_METHODS[0]][0]
         parts.append(
-            f"`{best}` has the best worst case: {fixed(100 * points, 1)} % under *{attack}*. Local training scores at "
-            f"least {fixed(100 * alone, 1)} % under every attack."
+            f"`{best}` has the best worst case: {format_fixed(100 * points, 1)} % under *{attack}*. Local training "
+            f"scores at least {format_fixed(100 * alone, 1)} % under every attack."
         )
     return " ".join(parts)
 

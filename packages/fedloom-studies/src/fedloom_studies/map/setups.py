@@ -24,7 +24,7 @@ from fedloom.algorithms import REGISTRY, Algorithm, Preset
 from fedloom.lab.experiment import Experiment, Tune, parse
 from fedloom.rundir import file_name
 from fedloom.storage import read_toml
-from fedloom.values import choose, dump, make
+from fedloom.values import choose, dump_value, make
 from fedloom_studies.reproduce.recipe import merge_tables, restore_recorded
 
 Scale = Literal["smoke", "full"]
@@ -84,7 +84,7 @@ class Setup:
 
     def decide_share(self, protocol: Protocol) -> float:
         """Return the maximum core-minutes for all cells of a protocol, in proportion to the number of methods."""
-        return round(self.share * len(methods_of(protocol)) / len(REGISTRY), 1)
+        return round(self.share * len(list_methods(protocol)) / len(REGISTRY), 1)
 
     @property
     def network(self) -> str:
@@ -121,7 +121,7 @@ def read_setups(scale: Scale) -> dict[str, Setup]:
 def wider_setups(scale: Scale) -> dict[str, Setup]:
     """Return the setups that also run methods with a wider model, with this model and the setups' first seeds."""
     declared = _read_setup_file()["wider"]
-    rivals, wider = methods_of("gradients")[: declared["rivals"]], {}
+    rivals, wider = list_methods("gradients")[: declared["rivals"]], {}
     for name, setup in read_setups(scale).items():
         if name not in declared["without"]:
             wider[name] = replace(
@@ -164,13 +164,13 @@ def _read_setup_file() -> dict[str, Any]:
     return tomllib.loads(files("fedloom_studies.map").joinpath("setups.toml").read_text(encoding="utf-8"))
 
 
-def parts_of_networks() -> dict[str, dict[str, Any]]:
+def list_network_parts() -> dict[str, dict[str, Any]]:
     """Return the extra parts of the network that methods need in every setup, keyed by method."""
     parts: dict[str, dict[str, Any]] = _read_setup_file()["models"]
     return parts
 
 
-def methods_of(protocol: Protocol) -> tuple[str, ...]:
+def list_methods(protocol: Protocol) -> tuple[str, ...]:
     """Return the methods that a protocol runs in every setup, starting with the reference methods."""
     if protocol == "rounds":
         return tuple(dict.fromkeys([*REFERENCE_METHODS, *REGISTRY]))
@@ -212,7 +212,7 @@ class Cell:
     def document(self) -> dict[str, Any]:
         """Content of the experiment file with the seeds for the results, before the settings have been chosen."""
         method: dict[str, Any] = {"algorithm": self.method, "label": self.method}
-        if parts := parts_of_networks().get(self.method):
+        if parts := list_network_parts().get(self.method):
             method["model"] = {**self.setup.document["model"], **parts}
         return {**self.setup.document, "name": self.where, "seeds": list(self.setup.seeds), "method": [method]}
 
@@ -236,10 +236,10 @@ class Cell:
     @cached_property
     def digest(self) -> str:
         """Digest of all inputs that determine the results, except the code, followed by the number of trials."""
-        from fedloom.lab.tune import space_of
+        from fedloom.lab.tune import build_search_space
 
-        space = space_of(self.plan.methods[0], self.plan.tune, self.where)
-        resolved = {key: list(d) if isinstance(d, tuple) else dump(d) for key, d in space.items()}
+        space = build_search_space(self.plan.methods[0], self.plan.tune, self.where)
+        resolved = {key: list(d) if isinstance(d, tuple) else dump_value(d) for key, d in space.items()}
         search = restore_recorded({**self.search, "tune": {**self.search["tune"], "trials": None}})
         text = hashlib.sha256(json.dumps([search, resolved], sort_keys=True).encode()).hexdigest()[:16]
         return f"{text}-{self.setup.trials}"
@@ -298,10 +298,10 @@ def space_from(path: Path, method: str) -> dict[str, Any]:
         ConfigError: the file cannot be read, names a setting that the method does not have, or does not define a valid
             space for a setting.
     """
-    from fedloom.lab.tune import check_values, space_of
+    from fedloom.lab.tune import build_search_space, check_values
 
     space = read_toml(path, "search space")
     make(Tune, {"space": {method: space}}, str(path), Tune.model_fields)
     cell = Cell(next(iter(read_setups("smoke").values())), method, space)
-    check_values(cell.document, 0, space_of(cell.plan.methods[0], cell.plan.tune, str(path)), str(path))
+    check_values(cell.document, 0, build_search_space(cell.plan.methods[0], cell.plan.tune, str(path)), str(path))
     return space

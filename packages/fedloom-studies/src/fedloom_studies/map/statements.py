@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from fedloom.formats import fixed, pair, percent, significant
+from fedloom.formats import format_fixed, format_pair, format_percent, format_significant
 from fedloom.lab.report import DifferenceTest, Estimate, pair_verdict, seed_differences
 from fedloom.metrics import metric
 from fedloom_studies.map.judge import DETECTABLE_GAIN, DETECTION_PROBABILITY, MethodStanding, SetupVerdict
@@ -15,7 +15,7 @@ from fedloom_studies.map.setups import POOLED_METHOD, REFERENCE_METHODS
 
 MAP_FOLDER = "map"
 """Folder for each setup's page and pictures, and for the table of all runs."""
-WANTED_POINTS = fixed(100 * DETECTABLE_GAIN, 0)
+DETECTABLE_GAIN_POINTS = format_fixed(100 * DETECTABLE_GAIN, 0)
 NO_DIFFERENCE = DifferenceTest(math.nan, math.nan, math.nan, math.nan, significant=False, seeds=0)
 """Comparison that represents a method without a result."""
 
@@ -47,13 +47,15 @@ def advice_lines(verdicts: Sequence[SetupVerdict], references: References) -> It
         alone, best = max(models_alone(j, references).items(), key=lambda model: model[1].mean)
         marks = {fedavg.method: fedavg.figures["mean"], alone: best}
         gains = {mark: Estimate(seed_differences(mean, figure)).mean for mark, figure in marks.items()}
-        cells = ["-" if mark == chosen.method else fixed(100 * gain, 1, signed=True) for mark, gain in gains.items()]
+        cells = [
+            "-" if mark == chosen.method else format_fixed(100 * gain, 1, signed=True) for mark, gain in gains.items()
+        ]
         cells[1] += "" if alone == local.method else f" ({alone})"
         times = chosen.figures["gradients"].mean / fedavg.figures["gradients"].mean
         sent = chosen.figures["bytes"].mean / 1e6
-        megabytes = f"{significant(sent, 3)} MB" if sent else "no traffic"
-        cost = f"{significant(times, 2)} times as many gradients as FedAvg, {megabytes}"
-        gain = signed(chosen.gain) if chosen.gain else "no method is better"
+        megabytes = f"{format_significant(sent, 3)} MB" if sent else "no traffic"
+        cost = f"{format_significant(times, 2)} times as many gradients as FedAvg, {megabytes}"
+        gain = format_signed(chosen.gain) if chosen.gain else "no method is better"
         rows.append((max(gains.values()), f"| {link} | {chosen.method} | {gain} | {' | '.join(cells)} | {cost} |"))
     if not rows:
         return
@@ -67,13 +69,13 @@ def advice_lines(verdicts: Sequence[SetupVerdict], references: References) -> It
         "same number of gradients. Gains are in percentage points, and rows are sorted by the largest gain. The "
         "verdict depends on the interval of the gain over the baseline. The gains in the next two columns were not "
         "tested. *Inconclusive* means that no method is better, but that there are too few seeds to rule out a gain of "
-        f"{WANTED_POINTS} points."
+        f"{DETECTABLE_GAIN_POINTS} points."
     )
 
 
 def recommended_method(j: SetupVerdict) -> MethodStanding | None:
     """Return the method that the results of a setup recommend, or None if there are too few seeds to decide."""
-    if better := [s for s in rivals_of(j) if s.better]:
+    if better := [s for s in list_rivals(j) if s.better]:
         return better[0]
     gaps = [s for s in j.standings if s.method in REFERENCE_METHODS[:2] and s.method != j.reference]
     return j.find(j.reference) if j.decides and all(s.worse for s in gaps) else None
@@ -83,14 +85,14 @@ def planned_seeds_phrase(j: SetupVerdict) -> str:
     """Return a phrase about the number of seeds that a setup needs, given the common spread of its methods' gains."""
     if not j.needed:
         return "too few results to plan the number of seeds"
-    return f"{j.needed} seeds are needed to detect a difference of {WANTED_POINTS} points"
+    return f"{j.needed} seeds are needed to detect a difference of {DETECTABLE_GAIN_POINTS} points"
 
 
 def _state_better_reference(j: SetupVerdict) -> str:
     """Return a sentence that states whether local training or FedAvg is better, or "" if this is undecided."""
     worse = [s for s in j.standings if s.method in REFERENCE_METHODS[:2] and s.worse]
     return (
-        f". {j.reference} is better than {worse[0].method} ({signed(-(worse[0].gain or NO_DIFFERENCE))} points)"
+        f". {j.reference} is better than {worse[0].method} ({format_signed(-(worse[0].gain or NO_DIFFERENCE))} points)"
         if worse
         else ""
     )
@@ -101,17 +103,18 @@ def finding_text(verdicts: Sequence[SetupVerdict]) -> str:
     whole = [j for j in verdicts if j.reference]
     if not whole:
         return "No federation has results of both local training and FedAvg yet."
-    won = [(j.setup.title, better) for j in whole if (better := [s for s in rivals_of(j) if s.better])]
+    won = [(j.setup.title, better) for j in whole if (better := [s for s in list_rivals(j) if s.better])]
     none = len(whole) - len(won)
     first = f"**In {none} of {len(whole)} federations, no method is better than the baseline.**"
     rest = ["\n".join(f"- *{title}*: {list_names(s.method for s in better)}" for title, better in won)] if won else []
     tested = [j for j in whole if j.needed]
     blind = sum(not j.decides for j in tested)
-    powered = sum(j.decides and not any(s.better for s in rivals_of(j)) for j in tested)
+    powered = sum(j.decides and not any(s.better for s in list_rivals(j)) for j in tested)
     last = (
-        f"In {blind} of {len(tested)} federations, there are too few seeds to detect a gain of {WANTED_POINTS} points "
-        f"with a probability of {percent(DETECTION_PROBABILITY)}. In these federations, an inconclusive verdict is not "
-        f"evidence against a method. Of the {none} federations without a better method, {powered} have enough seeds."
+        f"In {blind} of {len(tested)} federations, there are too few seeds to detect a gain of "
+        f"{DETECTABLE_GAIN_POINTS} points with a probability of {format_percent(DETECTION_PROBABILITY)}. In these "
+        f"federations, an inconclusive verdict is not evidence against a method. Of the {none} federations without a "
+        f"better method, {powered} have enough seeds."
     )
     return "\n\n".join(
         [
@@ -122,7 +125,7 @@ def finding_text(verdicts: Sequence[SetupVerdict]) -> str:
     )
 
 
-def rivals_of(j: SetupVerdict) -> list[MethodStanding]:
+def list_rivals(j: SetupVerdict) -> list[MethodStanding]:
     """Return the results of all methods except local training, FedAvg and training on pooled data."""
     return [s for s in j.standings if s.method not in REFERENCE_METHODS]
 
@@ -145,10 +148,10 @@ def setup_sentences(j: SetupVerdict) -> list[str]:
     first = (
         f"The clients' mean {_name_metric(local)} is {write_percent(fedavg.figures['mean'])} % with FedAvg and "
         f"{write_percent(local.figures['mean'])} % with local training. FedAvg helps "
-        f"{percent(fedavg.figures['gainers_local'].mean)} of the clients. Its mean difference from local training is "
-        f"{signed(gain)} points ({pair_verdict(gain, higher=True)})."
+        f"{format_percent(fedavg.figures['gainers_local'].mean)} of the clients. Its mean difference from local "
+        f"training is {format_signed(gain)} points ({pair_verdict(gain, higher=True)})."
     )
-    rivals = rivals_of(j)
+    rivals = list_rivals(j)
     won, lost = [s for s in rivals if s.better], [s for s in rivals if s.worse]
     lead = "better methods are" if len(won) > 1 else "better method is"
     named = f" The {lead} {list_names(_gain_text(s) for s in won)}." if won else ""
@@ -176,7 +179,7 @@ def _power_sentences(j: SetupVerdict) -> Iterator[str]:
     If no gain was tested, nothing is yielded.
     """
     if j.needed:
-        seeds, spread = len(j.seeds), fixed(100 * j.spread, 1)
+        seeds, spread = len(j.seeds), format_fixed(100 * j.spread, 1)
         enough = planned_seeds_phrase(j) if j.decides else f"*{planned_seeds_phrase(j)}*"
         last = j.setup.stages[-1]
         more = (
@@ -221,7 +224,7 @@ def state_result(record: CellRecord) -> str:
 
 def _gain_text(s: MethodStanding) -> str:
     twice = {True: ", seen twice", False: ", not confirmed", None: ""}[s.confirmed]
-    return f"{s.method} ({signed(s.gain or NO_DIFFERENCE)}{twice})"
+    return f"{s.method} ({format_signed(s.gain or NO_DIFFERENCE)}{twice})"
 
 
 def list_names(names: Iterable[str], most: int = 5) -> str:
@@ -235,7 +238,7 @@ def share_of_cells(run: int, cells: int) -> str:
     return f"all {cells} results" if run == cells else f"{run} of {cells} results so far"
 
 
-def signed(difference: Estimate | DifferenceTest) -> str:
+def format_signed(difference: Estimate | DifferenceTest) -> str:
     """Return a signed mean with the half-width of its confidence interval, in points."""
     return ("+" if difference.mean > 0 else "") + write_percent(difference)
 
@@ -247,4 +250,7 @@ def write_percent(estimate: Estimate | DifferenceTest | None) -> str:
     """
     if estimate is None or not math.isfinite(estimate.mean):
         return "-"
-    return pair(fixed(100 * estimate.mean, 1), fixed(100 * estimate.half, 1) if math.isfinite(estimate.half) else "")
+    return format_pair(
+        format_fixed(100 * estimate.mean, 1),
+        format_fixed(100 * estimate.half, 1) if math.isfinite(estimate.half) else "",
+    )

@@ -9,7 +9,7 @@ from fedloom.lab.report import DifferenceTest, pair_verdict, run_family_tests, s
 from fedloom_studies.map.judge import SetupVerdict, judge_setup
 from fedloom_studies.map.records import DONE_STATUS, CellRecord, stale_reason
 from fedloom_studies.map.setups import Cell, Setup, wider_heads
-from fedloom_studies.map.statements import join_with_and, share_of_cells, signed, state_result, write_percent
+from fedloom_studies.map.statements import format_signed, join_with_and, share_of_cells, state_result, write_percent
 
 Records = Mapping[tuple[str, str], CellRecord]
 WIDER_TEXT = """\
@@ -55,9 +55,9 @@ def wider_section(j: SetupVerdict, wider: Setup, records: Records) -> Iterator[s
     for s in widened.standings:
         narrow, gain = j.find(s.method), gains.get(s.method)
         cells = [write_percent(narrow.figures["mean"]) if narrow else "-", write_percent(s.figures["mean"]),
-                 f"{signed(gain)}, {pair_verdict(gain, higher=True)}" if gain else "-"]  # fmt: skip
+                 f"{format_signed(gain)}, {pair_verdict(gain, higher=True)}" if gain else "-"]  # fmt: skip
         if widened.reference:
-            cells.append(f"{signed(s.gain)}, {s.verdict}" if s.gain else "baseline")
+            cells.append(f"{format_signed(s.gain)}, {s.verdict}" if s.gain else "baseline")
         stale = stale_reason(Cell(wider, s.method, s.record.space), s.record)
         yield f"| {s.method}{f' (stale: {stale})' if stale else ''} | {' | '.join(cells)} |"
     yield ""
@@ -69,7 +69,7 @@ def wider_section(j: SetupVerdict, wider: Setup, records: Records) -> Iterator[s
 
 def _state_gains(gains: Mapping[str, DifferenceTest], baseline: str) -> str:
     """Return a sentence that lists the gains of methods over a baseline, with their verdicts."""
-    listed = [f"{method} {signed(gain)} ({pair_verdict(gain, higher=True)})" for method, gain in gains.items()]
+    listed = [f"{method} {format_signed(gain)} ({pair_verdict(gain, higher=True)})" for method, gain in gains.items()]
     return f"Gains over {baseline}: {join_with_and(listed)}."
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fedloom.formats import fixed
+from fedloom.formats import format_fixed
 from fedloom_studies.reproduce import judge
-from fedloom_studies.reproduce.cells import TableCell, cells_of_table
-from fedloom_studies.reproduce.figures import unit
+from fedloom_studies.reproduce.cells import TableCell, make_table_cells
+from fedloom_studies.reproduce.figures import get_unit
 from fedloom_studies.reproduce.marks import count_claims, join_counts
 from fedloom_studies.reproduce.page import (
     draw_figure,
@@ -156,7 +156,7 @@ def _is_current(recipe: Recipe, summary: RecipeSummary | None) -> RecipeSummary 
 def verdict_words(recipe: Recipe, summary: RecipeSummary | None) -> dict[str, CellWord]:
     """Return the word for each printed value of a recipe that was run, keyed by column."""
     done = _is_current(recipe, summary)
-    shown = cells_of_table(recipe, done.numbers, compare=True) if done else []
+    shown = make_table_cells(recipe, done.numbers, compare=True) if done else []
     return {cell.column: word for cell in shown if (word := name_cell(recipe, cell))}
 
 
@@ -174,7 +174,7 @@ def _state_reason(recipe: Recipe, summary: RecipeSummary | None) -> str:
 
 
 def _limit_text(recipe: Recipe) -> str:
-    return unit(recipe.paper.figure).difference(recipe.paper.gap_limit).removeprefix("+")
+    return get_unit(recipe.paper.figure).difference(recipe.paper.gap_limit).removeprefix("+")
 
 
 def _verdicts_text(recipe: Recipe, summary: RecipeSummary | None) -> str:
@@ -184,13 +184,13 @@ def _verdicts_text(recipe: Recipe, summary: RecipeSummary | None) -> str:
     words = [one.words for one in judge.judge_claims(recipe, done.numbers)]
     counted = join_counts([count_claims(words.count(word), word) for word in dict.fromkeys(words)])
     best = max(_means_table(recipe, done).items(), key=lambda item: item[1])
-    top = f"{_name_cell_row(best[0])} has the best mean ({unit(recipe.paper.figure).value(best[1])})"
+    top = f"{_name_cell_row(best[0])} has the best mean ({get_unit(recipe.paper.figure).value(best[1])})"
     return f"{top}. Of {len(words)} claims, {counted}"
 
 
 def _means_table(recipe: Recipe, summary: RecipeSummary) -> dict[str, float]:
     """Return each column's mean, in the unit of the table's values."""
-    shown = cells_of_table(recipe, summary.numbers, compare=False)
+    shown = make_table_cells(recipe, summary.numbers, compare=False)
     return {cell.column: cell.mean for cell in shown if cell.figure == recipe.paper.figure and np.isfinite(cell.mean)}
 
 
@@ -212,7 +212,7 @@ def _recipe_section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[s
     if done is None:
         yield from (f"State: {_state_reason(recipe, summary)}. To run it, use `fedloom reproduce {recipe.name}`.", "")
         return
-    shown = cells_of_table(recipe, done.numbers, compare=True)
+    shown = make_table_cells(recipe, done.numbers, compare=True)
     by_row: dict[str, dict[str, str]] = {}
     for cell in shown:
         row, _, column = cell.column.partition(", ")
@@ -243,10 +243,10 @@ def _recipe_section(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[s
 
 def _cell_value_text(recipe: Recipe, cell: TableCell) -> str:
     """Render fedloom's value, the printed value, and the word that compares them."""
-    scale, digits = (100.0, 2) if unit(cell.figure).name == "%" else (1.0, 3)
-    text = fixed(scale * cell.mean, digits)
+    scale, digits = (100.0, 2) if get_unit(cell.figure).name == "%" else (1.0, 3)
+    text = format_fixed(scale * cell.mean, digits)
     word = name_cell(recipe, cell)
-    return text if word is None or cell.paper is None else f"{text} / {fixed(scale * cell.paper, digits)} {word}"
+    return text if word is None or cell.paper is None else f"{text} / {format_fixed(scale * cell.paper, digits)} {word}"
 
 
 def _loops_table(loops: Figures) -> Iterator[str]:
@@ -256,7 +256,7 @@ def _loops_table(loops: Figures) -> Iterator[str]:
                 "them with five seeds.", "")  # fmt: skip
     yield from (f"| accuracy, % | {' | '.join(parts)} |", f"|{'---|' * (len(parts) + 1)}")
     for name, by_part in loops.items():
-        yield f"| {name} | {' | '.join(fixed(100 * by_part[part], 2) for part in parts)} |"
+        yield f"| {name} | {' | '.join(format_fixed(100 * by_part[part], 2) for part in parts)} |"
     yield ""
 
 
@@ -269,7 +269,7 @@ def _exact_cox_table(cox: Figures) -> Iterator[str]:
                 "training patients.", "")  # fmt: skip
     yield from (f"| concordance | pooled | {' | '.join(regions)} |", f"|{'---|' * (len(regions) + 2)}")
     for kind, by_part in cox.items():
-        yield f"| {kind} | {' | '.join(fixed(by_part[part], 3) for part in ('pooled', *regions))} |"
+        yield f"| {kind} | {' | '.join(format_fixed(by_part[part], 3) for part in ('pooled', *regions))} |"
     yield ""
 
 

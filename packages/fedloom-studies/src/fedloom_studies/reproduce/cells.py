@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.formats import fixed
+from fedloom.formats import format_fixed
 from fedloom.lab.report import half_width
-from fedloom_studies.reproduce.figures import Reference, unit
-from fedloom_studies.reproduce.looks import Untested
+from fedloom_studies.reproduce.figures import Reference, get_unit
+from fedloom_studies.reproduce.looks import UntestedReason
 from fedloom_studies.reproduce.recipe import Recipe
 
 Numbers = Mapping[str, Mapping[str, Mapping[str, float | None]]]
@@ -43,7 +43,7 @@ class TableCell:
     verdict: str
 
 
-def cells_of_table(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[TableCell]:
+def make_table_cells(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[TableCell]:
     """Return all cells that were run or that the paper prints, row by row."""
     paper, rows = recipe.paper, []
     for variant, by_reference in numbers.items():
@@ -60,7 +60,7 @@ def cells_of_table(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[T
             at = reference.chosen()
             chosen = finite_by_seed(by_reference.get(str(at), {})) if at else {}
             best = float(np.mean(list(chosen.values()))) if chosen else math.nan
-            verdict: str = Untested.LOST if str(reference) in by_reference else Untested.NOT_RUN
+            verdict: str = UntestedReason.LOST if str(reference) in by_reference else UntestedReason.NOT_RUN
             if values:
                 comparison = position_in_range(
                     mean, std, len(values), papers_value, spread, paper.seeds, reference.figure
@@ -86,8 +86,8 @@ def position_in_range(
     error = math.sqrt(variance + (spread or 0.0) ** 2 / seeds)
     gap = mean - paper
     word = "within" if abs(gap) <= 2 * error else "above" if gap > 0 else "below"
-    errors = f"{fixed(gap / error, 1, signed=True)} standard errors" if error else "no deviation known"
-    return f"{word} ({unit(figure).difference(gap)}, {errors})"
+    errors = f"{format_fixed(gap / error, 1, signed=True)} standard errors" if error else "no deviation known"
+    return f"{word} ({get_unit(figure).difference(gap)}, {errors})"
 
 
 def finite_by_seed(by_seed: Mapping[str, Any]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from fedloom.lab.report import kit, look
 from fedloom_studies.reproduce.cells import TableCell
-from fedloom_studies.reproduce.figures import unit
+from fedloom_studies.reproduce.figures import get_unit
 
 LINE_CHARACTERS = 24
 """Maximum number of characters per line in the name of a row."""
@@ -45,7 +45,7 @@ def draw_table(cells: Sequence[TableCell]) -> str:
         return ""
     rows: kit.Rows = []
     for c in drawn:
-        of = unit(c.figure)
+        of = get_unit(c.figure)
         low, high = (of.scale * (c.mean + side * c.half) if math.isfinite(c.half) else None for side in (-1, 1))
         panel = f"{c.variant} ({of.name})" if of.name else c.variant
         paper = None if c.paper is None else of.scale * c.paper
@@ -54,11 +54,13 @@ def draw_table(cells: Sequence[TableCell]) -> str:
     y, lines = kit.name_lines("column", [c.column for c in drawn], LINE_CHARACTERS)
     names = look.LETTER_WIDTH * min(LINE_CHARACTERS, max(len(c.column) for c in drawn))
     x = kit.number("value", axis={"tickCount": 3})
-    paper_points = kit.mark("point", {"y": y, "x": {**x, "field": "paper"}}, shape="diamond", size=52,
+    paper_points = kit.mark_layer("point", {"y": y, "x": {**x, "field": "paper"}}, shape="diamond", size=52,
                      color=look.ORANGE_COLOR, filled=False, strokeWidth=2, opacity=1)  # fmt: skip
-    inner = kit.layer_chart(*kit.intervals({"y": y, "color": {"value": look.BLUE_COLOR}}, x, size=42), paper_points)
+    inner = kit.layer_chart(
+        *kit.interval_layers({"y": y, "color": {"value": look.BLUE_COLOR}}, x, size=42), paper_points
+    )
     panels = list(dict.fromkeys(row["variant"] for row in rows))
-    spec = kit.panels(inner, "variant", panels, None, high=0)
+    spec = kit.facet_panels(inner, "variant", panels, None, high=0)
     spec["facet"]["header"] |= {"labelLimit": look.PHONE_WIDTH - 10, "labelAnchor": "start"}
     spec["spec"] |= {"width": round(look.PHONE_WIDTH - names - 30), "height": {"step": 4 + 13 * lines}}
     spec |= {"columns": 1, "spacing": 14, "datasets": {"rows": rows}, "title": {"text": legend_svg(drawn)}}

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.errors import ConfigError
-from fedloom.formats import rounded, significant
+from fedloom.formats import format_significant, round_significant
 from fedloom.lab.experiment import parse
-from fedloom.rundir import label_of
+from fedloom.rundir import get_label
 from fedloom.storage import write_atomic
 from fedloom_studies.reproduce.recipe import merge_tables
 from fedloom_studies.store import read_document
@@ -86,7 +86,7 @@ def extend_grids(document: Mapping[str, Any], choices: Mapping[str, Mapping[str,
     every = document.get("choose", {}).get("edges", "first") == "every"
     parts: list[list[dict[str, Any]]] = []
     for method in document["method"]:
-        choice = choices.get(label_of(method), {})
+        choice = choices.get(get_label(method), {})
         edges = edge_keys(choice["chosen"], choice["scores"]) if choice else []
         further = _next_edge_values(document, method, choice, edges if every else edges[:1])
         if not every:
@@ -114,8 +114,8 @@ def _next_edge_values(
         edge, beside = (
             (ordered[0], ordered[1]) if _value_size(values[key]) == ordered[0] else (ordered[-1], ordered[-2])
         )
-        size, like = (rounded(edge * edge / beside, 3) or 0.0) if beside else edge, method["choose"][key][0]
-        next_value = f"{significant(size, 6)}x" if isinstance(like, str) else type(like)(size)
+        size, like = (round_significant(edge * edge / beside, 3) or 0.0) if beside else edge, method["choose"][key][0]
+        next_value = f"{format_significant(size, 6)}x" if isinstance(like, str) else type(like)(size)
         if size != edge and _accepts_settings(document, _replace_values(method, {**values, key: next_value})):
             extended[key] = next_value
     return extended
@@ -213,20 +213,20 @@ def first_candidate_experiment(document: Mapping[str, object]) -> dict[str, Any]
 
 def open_methods(document: Mapping[str, Any], choices: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the methods that have open settings."""
-    return [m for m in document["method"] if m.get("choose") and label_of(m) not in choices]
+    return [m for m in document["method"] if m.get("choose") and get_label(m) not in choices]
 
 
-def rounds_of(document: Mapping[str, Any], method: Mapping[str, Any]) -> int:
+def count_rounds(document: Mapping[str, Any], method: Mapping[str, Any]) -> int:
     """Return the number of rounds of a method's trials."""
     return int(method.get("rounds", document.get("choose", {}).get("rounds", document["rounds"])))
 
 
-def search_of(document: Mapping[str, Any]) -> dict[str, Any]:
+def make_search_document(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the experiment document of the search, which contains the methods with open settings and their grids."""
     methods = open_methods(document, {})
-    grids: dict[str, dict[str, Any]] = {label_of(m): m["choose"] for m in methods}
+    grids: dict[str, dict[str, Any]] = {get_label(m): m["choose"] for m in methods}
     # if a label equals another method's algorithm, the search must not apply the grid to the other method
-    space = {label_of(m): {key: [] for key in grids.get(m["algorithm"], {})} | m["choose"] for m in methods}
+    space = {get_label(m): {key: [] for key in grids.get(m["algorithm"], {})} | m["choose"] for m in methods}
     tune = {
         "trials": max(len(method_candidates(m)) for m in methods),
         "rounds": document.get("choose", {}).get("rounds", document["rounds"]),
@@ -254,7 +254,7 @@ def chosen_experiment(document: Mapping[str, Any], choices: Mapping[str, Mapping
     """
     methods: list[dict[str, Any]] = []
     for method in document["method"]:
-        options, choice = dict(method_candidates(method)), choices.get(label_of(method), {})
+        options, choice = dict(method_candidates(method)), choices.get(get_label(method), {})
         extended = _replace_values(method, choice["values"]) if choice.get("values") else next(iter(options.values()))
         methods.append(options.get(str(choice.get("chosen")), extended))
     return {k: v for k, v in document.items() if k != "choose"} | {"method": methods}
@@ -266,7 +266,7 @@ def read_choices(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
     Methods whose candidates have changed since then are omitted.
     """
     choices = read_document(folder / CHOICE_FILE, dict)
-    candidates_by_label = {label_of(m): {text for text, _ in method_candidates(m)} for m in document["method"]}
+    candidates_by_label = {get_label(m): {text for text, _ in method_candidates(m)} for m in document["method"]}
     return {
         label: choice
         for label, choice in choices.items()
@@ -280,7 +280,7 @@ def write_choices(folder: Path, document: Mapping[str, Any], findings: Iterable[
     If none of a method's trials was completed, its first candidate wins.
     """
     choices = read_choices(folder, document)
-    methods = {label_of(m): m for m in document["method"]}
+    methods = {get_label(m): m for m in document["method"]}
     for study, trials, best in findings:
         method = methods[study.method.label]
         values = {_values_text(method["choose"], t.params): t.value for t in trials}

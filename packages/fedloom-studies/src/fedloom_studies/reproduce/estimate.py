@@ -23,13 +23,13 @@ from fedloom.algorithms import FedAvg
 from fedloom.data import Dataset, Source
 from fedloom.engine import Setting
 from fedloom.errors import DataError, FedloomError
-from fedloom.formats import duration, option, rounded
+from fedloom.formats import format_duration, format_option, round_significant
 from fedloom.lab.experiment import Experiment, Method, measure_rounds, samples_per_round
 from fedloom.local import LocalSGD
 from fedloom.models import MLP, ModelSpec
 from fedloom.seeds import generator
 from fedloom.storage import make_folder, write_atomic
-from fedloom_studies.reproduce.choices import first_candidate_experiment, method_candidates, rounds_of
+from fedloom_studies.reproduce.choices import count_rounds, first_candidate_experiment, method_candidates
 from fedloom_studies.reproduce.execute import parse_closed_document
 from fedloom_studies.reproduce.page import is_earlier_version, last_summary, recipe_state_phrase
 from fedloom_studies.reproduce.recipe import NOMINAL_SETS, NominalDataset, Recipe, Scale
@@ -61,7 +61,7 @@ def estimate_minutes(recipe: Recipe, scale: Scale) -> float:
                 seeds * len(method_candidates(table)) if scale != "smoke" and len(method_candidates(table)) > 1 else 0
             )
             trials = 0 if number and document.get("choose", {}).get("once") else trials
-            rounds = method.setting.rounds * len(plan.head.seeds) + trials * rounds_of(document, table)
+            rounds = method.setting.rounds * len(plan.head.seeds) + trials * count_rounds(document, table)
             total += seconds * rounds
     return total / 60
 
@@ -177,11 +177,11 @@ def recipe_rows(
             missing[source] = not _is_available(needed[source], data_dir)
         data = ", ".join(f"{source}{' (data missing)' if missing[source] else ''}" for source in sorted(needed))
         budget, summary = recipe.budget(scale), read_summary(results, name, scale)
-        stated = "-" if budget is None else f"{option(budget)} min"
+        stated = "-" if budget is None else f"{format_option(budget)} min"
         if summary is not None and summary.complete and not is_earlier_version(recipe, summary):
-            time_spent = f"took {duration(summary.minutes)}, {len(summary.seeds)} seeds"
+            time_spent = f"took {format_duration(summary.minutes)}, {len(summary.seeds)} seeds"
         else:
-            time_spent = f"about {duration(estimate_minutes(recipe, scale))}" if estimated else "-"
+            time_spent = f"about {format_duration(estimate_minutes(recipe, scale))}" if estimated else "-"
         yield name, recipe.paper.title, data, recipe_state_phrase(recipe, summary), stated, time_spent
 
 
@@ -201,7 +201,9 @@ def store_estimates(recipes: Mapping[str, Recipe], results: Path, data_dir: Path
                 for d in recipe.make_documents("full").values()
             }
             missing = sorted(source for source, one in sources.items() if not _is_available(one, data_dir))
-            estimates[name] = RecipeNeed(rounded(estimate_minutes(recipe, "full"), 2) or 0.0, missing)._asdict()
+            estimates[name] = RecipeNeed(
+                round_significant(estimate_minutes(recipe, "full"), 2) or 0.0, missing
+            )._asdict()
     make_folder(results)
     write_atomic(results / ESTIMATES_FILE, (json.dumps(estimates, indent=1) + "\n").encode())
     return results / ESTIMATES_FILE

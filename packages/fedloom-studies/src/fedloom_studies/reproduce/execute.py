@@ -21,7 +21,7 @@ from fedloom.errors import RunDirError, RunStopped, Stop
 from fedloom.lab.experiment import Event, Executor, Experiment, Listener, Plan, parse
 from fedloom.lab.report import read_runs
 from fedloom.processes import check_alone
-from fedloom.rundir import file_name, label_of
+from fedloom.rundir import file_name, get_label
 from fedloom.storage import make_folder, write_atomic
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.choices import (
@@ -30,9 +30,9 @@ from fedloom_studies.reproduce.choices import (
     chosen_experiment,
     first_candidate_experiment,
     iterate_searches,
+    make_search_document,
     open_methods,
     read_choices,
-    search_of,
     trials_folder_name,
     write_choices,
 )
@@ -46,7 +46,7 @@ DEVICE_KEY = "engine.device"
 """Key in this file for the device that was used. The value of this key is the name of the device."""
 SUM_ORDER_TOLERANCE = 0.002
 """Maximum relative difference between values due to the order of summation on different processors."""
-Show = Callable[[int | Mapping[str, int]], AbstractContextManager[Listener]]
+ShowProgress = Callable[[int | Mapping[str, int]], AbstractContextManager[Listener]]
 """Function that shows the progress of runs, given the total number of rounds or the numbers of rounds by label."""
 
 
@@ -98,7 +98,7 @@ def reproduce(
     workers: int | str = 1,
     device: str = "cpu",
     budget: TimeBudget | None = None,
-    show: Show = _ignore_rounds,
+    show: ShowProgress = _ignore_rounds,
     join: bool = False,
     executor: Executor | None = None,
 ) -> RecipeSummary | None:
@@ -205,7 +205,7 @@ def _document_digests(document: Mapping[str, Any]) -> dict[str, str]:
 
     The device is added by its name, so that error messages can state it.
     """
-    parts = {label_of(method): method for method in document["method"]}
+    parts = {get_label(method): method for method in document["method"]}
     parts[""] = {key: value for key, value in document.items() if key not in ("method", "name", "seeds")}
     device = document.get("engine", {}).get("device", "cpu")
     return {part: digest_of(table) for part, table in parts.items()} | {DEVICE_KEY: device}
@@ -238,7 +238,7 @@ class Difference:
 
 def verify_seed(
     recipe: Recipe, summary: RecipeSummary, folder: Path, *, data_dir: Path | None = None, only: Sequence[str] = (),
-    workers: int | str = 1, show: Show = _ignore_rounds,
+    workers: int | str = 1, show: ShowProgress = _ignore_rounds,
 ) -> list[Difference]:  # fmt: skip
     """Run the first seed of a summary's first variant again, with the settings that were chosen then.
 
@@ -277,7 +277,7 @@ def verify_seed(
 
 def _run_variant(
     recipe: Recipe, scale: Scale, variant: str, document: dict[str, Any], chooses: dict[str, Any], folder: Path,
-    data_dir: Path | None, workers: int | str, show: Show, join: bool, executor: Executor | None,
+    data_dir: Path | None, workers: int | str, show: ShowProgress, join: bool, executor: Executor | None,
     *listeners: Listener,
 ) -> bool:  # fmt: skip
     """Run one variant with the settings that were chosen for the document ``chooses``.
@@ -301,7 +301,7 @@ def _run_variant(
         def read(document: Mapping[str, object], where: str) -> Experiment:
             return parse_closed_document(document, where, workers)
 
-        tuning = Tuning(search_of(searched), where, place, data_dir, read=read)
+        tuning = Tuning(make_search_document(searched), where, place, data_dir, read=read)
         with show(tuning.rounds) as listener:
             try:
                 findings = tuning.run(lambda *_: None, listener, *listeners, tuned=False, join=join, executor=executor)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
-from fedloom.rundir import label_of
+from fedloom.rundir import get_label
 from fedloom.values import Value
 from fedloom_studies.reproduce.recipe import Recipe
 
@@ -81,7 +81,7 @@ def _option_at(document: Mapping[str, Any], key: str) -> Any:
         value = document.get(table)
         return value.get(rest) if rest and value is not None else value
     label, _, option = rest.rpartition(".")
-    methods = [m for m in document["method"] if label_of(m) == label or label_of(m).startswith(f"{label},")]
+    methods = [m for m in document["method"] if get_label(m) == label or get_label(m).startswith(f"{label},")]
     values = {m.get(option, m.get("defaults") if option == "solver" else None) for m in methods}
     return values.pop() if len(values) == 1 else None
 

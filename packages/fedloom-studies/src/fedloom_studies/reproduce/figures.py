@@ -9,7 +9,8 @@ evaluated rounds, which measures speed), the number of a round, or ``to VALUE``.
 about work, is the first evaluated round whose validation score reaches the value. If a model never reaches the value,
 the work of the last round is used, which is a lower bound.
 
-The function `unit` determines how a value is shown: accuracies in percent with differences in points, and bytes as MB.
+The function `get_unit` determines how a value is shown: accuracies in percent with differences in points, and bytes
+as MB.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fedloom.errors import ConfigError
-from fedloom.formats import factor, fixed, rounded, significant
-from fedloom.lab.report import EMPTY_CURVE, Curve, Key, Run, benign_curve, seeds_of
+from fedloom.formats import format_factor, format_fixed, format_significant, round_significant
+from fedloom.lab.report import EMPTY_CURVE, Curve, Key, Run, benign_curve, find_seeds
 from fedloom.metrics import TASK_ROLES, metric
 
 FIGURE_PARTS = ("train", "validation", "test", "common")
@@ -65,7 +66,7 @@ class Reference(NamedTuple):
         return self._replace(figure=f"{self.figure}@validation") if plain else None
 
 
-class Unit(NamedTuple):
+class FigureUnit(NamedTuple):
     """Unit of a kind of value, which determines how values and differences are shown.
 
     Attributes:
@@ -93,12 +94,12 @@ class Unit(NamedTuple):
 
     def lead(self, mean: float, half: float = math.nan) -> str:
         """Format a tested difference, or a ratio given its logarithm: ``1.16 (1.08 to 1.25) times``."""
-        return (factor(mean, half) or "-") if self.compares_ratios else self.difference(mean, half)
+        return (format_factor(mean, half) or "-") if self.compares_ratios else self.difference(mean, half)
 
     def write_words(self, mean: float, half: float = math.nan) -> str:
         """Render a tested difference in words: ``8.1 ± 5 points lower than`` or ``1.2 (1.1 to 1.3) times as many``."""
         if self.compares_ratios:
-            return f"{factor(mean, half)} {self.words[0]}"
+            return f"{format_factor(mean, half)} {self.words[0]}"
         return f"{self._format_value(abs(mean), half)} {self.words[mean < 0]}"
 
     def _resolve_name(self, text: str, name: str) -> str:
@@ -110,20 +111,20 @@ class Unit(NamedTuple):
         has_spread = spread is not None and math.isfinite(spread)
         beside = self.scale * spread if spread is not None and has_spread else math.nan
         if not self.name and abs(value) >= MIN_WHOLE_FIGURE:
-            return fixed(value, 0) + (f" ± {fixed(beside, 0)}" if has_spread else "")
+            return format_fixed(value, 0) + (f" ± {format_fixed(beside, 0)}" if has_spread else "")
         return _number_text(self, self.scale * value, beside) + (
             f" ± {_number_text(self, beside, beside)}" if has_spread else ""
         )
 
 
-POINTS_UNIT = Unit("%", "points", 100.0, ("points higher than", "points lower than"))
-GRADIENTS_UNIT = Unit("gradients", "gradients", words=("as many gradients", ""), compares_ratios=True)
-TRAFFIC_UNIT = Unit("MB", "MB", 1e-6, ("as many bytes", ""), compares_ratios=True)
-VARIANCE_UNIT = Unit(words=("as large", ""), compares_ratios=True)
-PLAIN_UNIT = Unit()
+POINTS_UNIT = FigureUnit("%", "points", 100.0, ("points higher than", "points lower than"))
+GRADIENTS_UNIT = FigureUnit("gradients", "gradients", words=("as many gradients", ""), compares_ratios=True)
+TRAFFIC_UNIT = FigureUnit("MB", "MB", 1e-6, ("as many bytes", ""), compares_ratios=True)
+VARIANCE_UNIT = FigureUnit(words=("as large", ""), compares_ratios=True)
+PLAIN_UNIT = FigureUnit()
 
 
-def unit(figure: str) -> Unit:
+def get_unit(figure: str) -> FigureUnit:
     """Return the unit of the figure with the given name."""
     name = figure.partition("@")[0]
     base, _, statistic = name.split(" ")[-1].partition("/")
@@ -134,23 +135,23 @@ def unit(figure: str) -> Unit:
     return GRADIENTS_UNIT if name.startswith("samples_") else TRAFFIC_UNIT if name.startswith("bytes_") else PLAIN_UNIT
 
 
-def _number_text(of: Unit, value: float, spread: float) -> str:
+def _number_text(of: FigureUnit, value: float, spread: float) -> str:
     """Render a number with two decimal places, or with one if the spread beside it is at least 1.
 
     Numbers without a unit have four decimal places if they are below 10, otherwise five significant digits.
     """
     if not of.name:
-        return fixed(value, 4) if abs(value) < 10 else significant(value, 5)
+        return format_fixed(value, 4) if abs(value) < 10 else format_significant(value, 5)
     if of is GRADIENTS_UNIT:
-        return fixed(rounded(value, 3) or 0.0, 0)
-    return fixed(value, 1 if abs(spread) >= 1 else 2)
+        return format_fixed(round_significant(value, 3) or 0.0, 0)
+    return format_fixed(value, 1 if abs(spread) >= 1 else 2)
 
 
 def values_by_seed(run: Run, reference: Reference) -> dict[int, float]:
     """Return the value for each seed. The value is NaN if the run has not ended or did not record it."""
     name, _, when = reference.figure.partition("@")
     by_seed = {}
-    for seed in seeds_of(run, reference.method):
+    for seed in find_seeds(run, reference.method):
         records = [record for record in run.summary.runs if (record.method, record.seed) == (reference.method, seed)]
         ended = bool(records) and all(record.status == "done" or record.diverged is not None for record in records)
         points = _mean_curve(run, Key(reference.method, seed, reference.model, "test", name))

@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fedloom.formats import significant
+from fedloom.formats import format_significant
 from fedloom.lab.report import log_ratio
 from fedloom_studies.reproduce.cells import Numbers, finite_by_seed, printed_mean_and_std
-from fedloom_studies.reproduce.figures import Reference, unit
+from fedloom_studies.reproduce.figures import Reference, get_unit
 from fedloom_studies.reproduce.looks import (
     EQUAL_MEANS_TOLERANCE,
     FAILS,
@@ -39,7 +39,7 @@ from fedloom_studies.reproduce.looks import (
     UNTESTED,
     ClaimVerdict,
     InterimTest,
-    Untested,
+    UntestedReason,
     claim_words,
     decide_looks,
     first_deciding_look,
@@ -102,9 +102,9 @@ class JudgedClaim:
     missing_results: int = 0
 
     @property
-    def reason(self) -> Untested | None:
+    def reason(self) -> UntestedReason | None:
         """Reason why the claim was not tested. None if the claim is tested."""
-        return None if self.measured else Untested.LOST if self.missing_results else Untested.NOT_RUN
+        return None if self.measured else UntestedReason.LOST if self.missing_results else UntestedReason.NOT_RUN
 
     @property
     def words(self) -> str:
@@ -157,7 +157,9 @@ class JudgedClaim:
         against = f", {clear[1]} clearly {'contradicts' if clear[1] == 1 else 'contradict'} it" if clear[1] else ""
         tested = "" if self.claim.construction else alone + against
         left = "".join(
-            f", {n} {word}" for n, word in ((self.missing_results, Untested.LOST), (rest, Untested.NOT_RUN)) if n
+            f", {n} {word}"
+            for n, word in ((self.missing_results, UntestedReason.LOST), (rest, UntestedReason.NOT_RUN))
+            if n
         )
         return f"{self.right} of {len(self.measured)} comparisons favor the claim{tested}{left}"
 
@@ -334,7 +336,7 @@ def _locate_side(variant: str, side: Side) -> Side:
 
 def _side_name(side: Side) -> str:
     if not isinstance(side, Reference):
-        return significant(side, 6)
+        return format_significant(side, 6)
     return f"{side.variant} | {side}" if side.variant else str(side)
 
 
@@ -361,7 +363,7 @@ def _leads_by_seed(claim: Claim, left: Reference, right: Side, numbers: Numbers)
     common = a.keys() & b.keys()
     if claim.spread:
         a, b = (_median_distances({seed: values[seed] for seed in common}) for values in (a, b))
-    subtract = log_ratio if unit(left.figure).compares_ratios and not claim.spread else float.__sub__
+    subtract = log_ratio if get_unit(left.figure).compares_ratios and not claim.spread else float.__sub__
     return {seed: sign * subtract(float(a[seed]), float(b[seed])) for seed in common}
 
 

@@ -26,7 +26,7 @@ EQUAL_MEANS_TOLERANCE = 1e-9
 class ClaimVerdict(StrEnum):
     """Possible verdicts on a claim of a paper.
 
-    If a claim is not tested, a member of `Untested` states the reason.
+    If a claim is not tested, a member of `UntestedReason` states the reason.
     """
 
     HOLDS = "holds"
@@ -39,7 +39,7 @@ class ClaimVerdict(StrEnum):
 HOLDS, PARTLY, FAILS, UNDECIDED, UNTESTED = ClaimVerdict
 
 
-class Untested(StrEnum):
+class UntestedReason(StrEnum):
     """Reasons why a claim was not tested.
 
     Attributes:
@@ -158,10 +158,10 @@ def decide_looks(looks: Sequence[InterimTest]) -> list[tuple[InterimTest, bool]]
     return [(replace(look, level=look.level / left[k]), clear[k]) for k, look in enumerate(looks)]
 
 
-def claim_words(verdict: ClaimVerdict, reason: Untested | None = None) -> str:
+def claim_words(verdict: ClaimVerdict, reason: UntestedReason | None = None) -> str:
     """Return a verdict as text, with the reason if a claim was not tested.
 
-    >>> claim_words(HOLDS), claim_words(UNTESTED, Untested.GPU)
+    >>> claim_words(HOLDS), claim_words(UNTESTED, UntestedReason.GPU)
     ('holds', 'not tested (needs a GPU)')
     """
     return f"{verdict} ({reason})" if reason else str(verdict)

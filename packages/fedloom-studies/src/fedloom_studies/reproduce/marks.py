@@ -15,7 +15,7 @@ from fedloom_studies.reproduce.looks import (
     UNDECIDED,
     UNTESTED,
     ClaimVerdict,
-    Untested,
+    UntestedReason,
     claim_words,
 )
 from fedloom_studies.reproduce.reasons import PAPERS_FOLDER
@@ -74,7 +74,7 @@ class ClaimCell(NamedTuple):
     """Cell of a table of claims: a verdict under one protocol, the difference behind it, and its source recipe."""
 
     verdict: ClaimVerdict
-    reason: Untested | None = None
+    reason: UntestedReason | None = None
     number: str = ""
     recipe: str = ""
 
@@ -86,7 +86,7 @@ class ClaimCell(NamedTuple):
     @property
     def is_asked(self) -> bool:
         """True if a recipe tests the claim, or will test it."""
-        return self.reason != Untested.UNASKED
+        return self.reason != UntestedReason.UNASKED
 
 
 def show_mark(cell: ClaimCell) -> str:
@@ -100,14 +100,17 @@ def combine_verdicts(cells: Iterable[ClaimCell]) -> str:
     """Render the verdict on all claims of a paper under one protocol, with the number of claims that hold."""
     candidates = [cell for cell in cells if cell.is_asked]
     decided = [cell.verdict for cell in candidates if cell.verdict in (HOLDS, PARTLY, FAILS)]
-    waiting = sum(cell.reason == Untested.NOT_RUN for cell in candidates)
+    waiting = sum(cell.reason == UntestedReason.NOT_RUN for cell in candidates)
     if not decided:
         reasons = [cell.reason for cell in candidates]
-        first = next((r for r in (Untested.NOT_RUN, Untested.LOST, None, *Untested) if r in reasons), Untested.UNASKED)
+        first = next(
+            (r for r in (UntestedReason.NOT_RUN, UntestedReason.LOST, None, *UntestedReason) if r in reasons),
+            UntestedReason.UNASKED,
+        )
         verdict = UNDECIDED if first is None else UNTESTED
         return f"![]({PAPERS_FOLDER}/{mark_name(verdict)}.svg) {claim_words(verdict, first)}"
     if 2 * waiting > len(candidates):
-        word = claim_words(UNTESTED, Untested.NOT_RUN)
+        word = claim_words(UNTESTED, UntestedReason.NOT_RUN)
         return f"![]({PAPERS_FOLDER}/{mark_name(UNTESTED)}.svg) {word}: {waiting} of {len(candidates)} claims"
     kinds = set(decided)
     verdict = HOLDS if kinds == {HOLDS} else FAILS if kinds == {FAILS} else PARTLY

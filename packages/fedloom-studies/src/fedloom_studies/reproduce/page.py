@@ -8,15 +8,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedloom.formats import fixed, option, rounded, write_total
+from fedloom.formats import format_fixed, format_option, round_significant, write_total
 from fedloom.lab.report import WORK_FIGURES
-from fedloom.rundir import label_of
+from fedloom.rundir import get_label
 from fedloom_studies.reproduce import judge, looks
-from fedloom_studies.reproduce.cells import cells_of_table, finite_by_seed
+from fedloom_studies.reproduce.cells import finite_by_seed, make_table_cells
 from fedloom_studies.reproduce.charts import alternative_text, draw_table, drawable_cells
 from fedloom_studies.reproduce.choices import count_beyond_edges, edge_keys, method_candidates
-from fedloom_studies.reproduce.figures import Reference, unit
-from fedloom_studies.reproduce.recipe import FOLLOWS_PROTOCOL, RECIPE_SCALES, REDUCED_PHRASE, Paper, Recipe, Scale
+from fedloom_studies.reproduce.figures import Reference, get_unit
+from fedloom_studies.reproduce.recipe import (
+    FOLLOWS_PROTOCOL_PHRASE,
+    RECIPE_SCALES,
+    REDUCED_PHRASE,
+    Paper,
+    Recipe,
+    Scale,
+)
 from fedloom_studies.reproduce.summary import RecipeNeed, RecipeSummary, add_rivals, read_summary, write_seeds
 
 MODE_TEXTS = {
@@ -76,7 +83,7 @@ def not_run_reason(recipe: Recipe, need: RecipeNeed | None) -> str:
     """Return the reason why a recipe has no summary, with the time that it needs, if this is known."""
     budget = recipe.budget("laptop")
     if budget is not None:
-        return f"not run (up to {option(budget)} core-minutes)"
+        return f"not run (up to {format_option(budget)} core-minutes)"
     why = f"{', '.join(need.missing)} is missing" if need and need.missing else "no laptop scale"
     return f"not run: {why}{f' (about {duration_text(need.minutes)} at full scale)' if need else ''}"
 
@@ -84,23 +91,23 @@ def not_run_reason(recipe: Recipe, need: RecipeNeed | None) -> str:
 def duration_text(minutes: float) -> str:
     """Return a duration as text, in minutes or days of a single processor core."""
     if minutes < 600:
-        return f"{fixed(minutes, 0)} core-minutes"
-    return f"{write_total(rounded(minutes / 1440, 2) or 0.0)} core-days"
+        return f"{format_fixed(minutes, 0)} core-minutes"
+    return f"{write_total(round_significant(minutes / 1440, 2) or 0.0)} core-days"
 
 
 def draw_figure(recipe: Recipe, summary: RecipeSummary | None) -> str:
     """Draw the figure of a recipe's table as SVG. Return "" if no cell was run or the recipe has no table."""
-    return "" if summary is None else draw_table(cells_of_table(recipe, summary.numbers, compare=False))
+    return "" if summary is None else draw_table(make_table_cells(recipe, summary.numbers, compare=False))
 
 
 def has_plot(recipe: Recipe, summary: RecipeSummary | None) -> bool:
     """Return True if `draw_figure` would return a figure. This check is fast, whereas drawing the figure is slow."""
-    return summary is not None and bool(drawable_cells(cells_of_table(recipe, summary.numbers, compare=False)))
+    return summary is not None and bool(drawable_cells(make_table_cells(recipe, summary.numbers, compare=False)))
 
 
 def figure_link(recipe: Recipe, summary: RecipeSummary, folder: str) -> str:
     """Return the Markdown of an image link to the figure of a recipe, with an alternative text."""
-    shown = cells_of_table(recipe, summary.numbers, compare=False)
+    shown = make_table_cells(recipe, summary.numbers, compare=False)
     return f"![{alternative_text(recipe.paper.title, shown)}]({folder}{recipe.name}.svg)"
 
 
@@ -154,8 +161,8 @@ def _recipe_page_lines(
     yield (
         f"The command `{_plain_command(summary.command)}` produced these "
         f"{'results' if summary.complete else 'unfinished results'} with {summary.rounds} rounds and seeds "
-        f"{write_seeds(summary.seeds)}. {_scale_sentence(summary.says)} It took {fixed(summary.minutes, 1)} "
-        f"core-minutes{f' of a budget of {option(budget)}' if budget else ''} ({summary.date}{code}, torch "
+        f"{write_seeds(summary.seeds)}. {_scale_sentence(summary.says)} It took {format_fixed(summary.minutes, 1)} "
+        f"core-minutes{f' of a budget of {format_option(budget)}' if budget else ''} ({summary.date}{code}, torch "
         f"{summary.versions['torch']}, {summary.machine})."
     )
     if old:
@@ -169,8 +176,8 @@ def _recipe_page_lines(
 
 def _scale_sentence(says: str) -> str:
     """Return a sentence on how a run differs from the paper's protocol, given the recorded phrase."""
-    if says.startswith(FOLLOWS_PROTOCOL):
-        rest = says.removeprefix(FOLLOWS_PROTOCOL).removeprefix(", ")
+    if says.startswith(FOLLOWS_PROTOCOL_PHRASE):
+        rest = says.removeprefix(FOLLOWS_PROTOCOL_PHRASE).removeprefix(", ")
         return f"The run follows the protocol{f' ({rest})' if rest else ''}."
     return "The run is reduced as described above." if says == REDUCED_PHRASE else f"Size of the run: {says}."
 
@@ -202,7 +209,7 @@ def _turning_comparisons_table(verdicts: list[judge.JudgedClaim], moved: Moved) 
     """Return a table of comparisons whose direction depends on the round that is reported."""
     lines = []
     for one in verdicts:
-        at, of = moved[one.claim.text], unit(one.figure)
+        at, of = moved[one.claim.text], get_unit(one.figure)
         pairs = zip(one.comparisons, at.comparisons, strict=True) if at and not one.claim.construction else ()
         turned = [
             f"{c.right.replace('|', ESCAPED_BAR)} | {of.lead(c.look.difference)} | {of.lead(then.look.difference)}"
@@ -220,14 +227,14 @@ def _turning_comparisons_table(verdicts: list[judge.JudgedClaim], moved: Moved) 
 
 def _recipe_table(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
     compare = recipe.follows_paper(summary.scale, summary.samples)
-    table_cells = cells_of_table(recipe, summary.numbers, compare=compare)
+    table_cells = make_table_cells(recipe, summary.numbers, compare=compare)
     if not table_cells:
         return
     if any(c.n for c in table_cells):
         yield from (figure_link(recipe, summary, ""), "")
     rows = []
     for cell in table_cells:
-        of = unit(cell.figure)
+        of = get_unit(cell.figure)
         few = f" (n = {cell.n})" if cell.n < len(summary.seeds) else ""
         measured = cell.verdict if not cell.n else of.value(cell.mean, cell.std) + few
         paper = EMPTY_CELL if cell.paper is None else of.value(cell.paper, cell.paper_std)
@@ -259,12 +266,12 @@ def _claims_table(recipe: Recipe, verdicts: list[judge.JudgedClaim], moved: Move
     titles = ["claim", "verdict", "smallest difference from a rival", "in the best validation round", "in the paper"]
     rows = []
     for one in verdicts:
-        papers_margin = unit(one.figure).lead(judge.smallest_printed_lead(recipe, one.claim))
+        papers_margin = get_unit(one.figure).lead(judge.smallest_printed_lead(recipe, one.claim))
         if old or not one.measured:
             rows.append(
                 [
                     one.claim.text,
-                    looks.claim_words(looks.UNTESTED, looks.Untested.NOT_RUN) if old else one.words,
+                    looks.claim_words(looks.UNTESTED, looks.UntestedReason.NOT_RUN) if old else one.words,
                     EMPTY_CELL,
                     EMPTY_CELL,
                     papers_margin,
@@ -298,7 +305,7 @@ def _claims_table(recipe: Recipe, verdicts: list[judge.JudgedClaim], moved: Move
 
 def closest_difference(verdict: judge.JudgedClaim) -> str:
     """Render the difference from the rival that comes closest to contradicting the claim, and the claim's margin."""
-    least, of = verdict.closest_rival, unit(verdict.figure)
+    least, of = verdict.closest_rival, get_unit(verdict.figure)
     margin = of.value(verdict.claim.margin).replace("%", of.gap)
     within = "" if not verdict.claim.margin else f", margin {'±' if verdict.claim.equivalent else '-'}{margin}"
     return f"{interval_text(least.look, verdict.figure)} compared with {least.name}{within}".replace("|", "\\|")
@@ -306,8 +313,8 @@ def closest_difference(verdict: judge.JudgedClaim) -> str:
 
 def interval_text(look: looks.InterimTest, figure: str) -> str:
     """Render a difference with its interval, the level of the interval, and the number of seeds."""
-    level = f"{option(100 * (1 - look.level))} %, " if math.isfinite(look.level) else ""
-    return f"{unit(figure).lead(look.difference, look.half)} ({level}n = {look.n})"
+    level = f"{format_option(100 * (1 - look.level))} %, " if math.isfinite(look.level) else ""
+    return f"{get_unit(figure).lead(look.difference, look.half)} ({level}n = {look.n})"
 
 
 def detectable_difference_text(verdict: judge.JudgedClaim) -> str:
@@ -315,7 +322,7 @@ def detectable_difference_text(verdict: judge.JudgedClaim) -> str:
     look = verdict.closest_rival.look
     if verdict.verdict != looks.UNDECIDED or not math.isfinite(look.detectable):
         return ""
-    shown = unit(verdict.figure).lead(look.detectable).removeprefix("+")
+    shown = get_unit(verdict.figure).lead(look.detectable).removeprefix("+")
     return f" ({look.n} seeds can detect {shown} or more)"
 
 
@@ -330,8 +337,8 @@ def _remaining_lines(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
         means = {
             n: _mean_over_seeds(summary.numbers[first].get(str(Reference("", method, "", n)), {})) for n in WORK_FIGURES
         }
-        traffic = unit("bytes_up").value(means["bytes_up"] + means["bytes_down"])
-        yield f"| {method} | {unit('samples_backward').value(means['samples_backward'])} | {traffic} |"
+        traffic = get_unit("bytes_up").value(means["bytes_up"] + means["bytes_down"])
+        yield f"| {method} | {get_unit('samples_backward').value(means['samples_backward'])} | {traffic} |"
     chosen = [(v, m, c) for v, methods in summary.choices.items() for m, c in methods.items()]
     if recipe.paper.mode == "fair" and not is_earlier_version(recipe, summary):
         chosen = []
@@ -360,13 +367,13 @@ def search_lines(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]
     titles, rows = ["clients", "method", "options tuned", "trials", "chosen", "values at an edge"], []
     for variant, document in recipe.make_documents(scale).items():
         for method in document["method"]:
-            label, grid = label_of(method), method.get("choose", {})
+            label, grid = get_label(method), method.get("choose", {})
             options = "; ".join(f"{key} {', '.join(map(str, values))}" for key, values in grid.items())
             choice = choices.get(variant, {}).get(label)
             edges = ", ".join(edge_keys(choice["chosen"], choice["scores"])) if choice else ""
             further = count_beyond_edges(choice) if choice else 0
             trials = f"{len(method_candidates(method))}{f', then {further} beyond the grid' if further else ''}"
-            chosen_text = choice["chosen"] if choice else looks.Untested.NOT_RUN
+            chosen_text = choice["chosen"] if choice else looks.UntestedReason.NOT_RUN
             rows.append([variant, label, options or "none", trials, chosen_text, edges or EMPTY_CELL])
     yield from ("", *_nonempty_columns_table(titles, rows))
     for label, why in recipe.paper.fixed.items():

@@ -18,11 +18,11 @@ from typing import TypeGuard
 from pydantic import Field
 
 from fedloom.errors import ConfigError
-from fedloom.formats import option
+from fedloom.formats import format_option
 from fedloom.values import Value
 from fedloom_studies.reproduce import facts, judge, looks, marks
-from fedloom_studies.reproduce.figures import Reference, unit
-from fedloom_studies.reproduce.looks import UNTESTED, Untested
+from fedloom_studies.reproduce.figures import Reference, get_unit
+from fedloom_studies.reproduce.looks import UNTESTED, UntestedReason
 from fedloom_studies.reproduce.marks import ClaimCell, combine_verdicts, count_sentences, show_mark
 from fedloom_studies.reproduce.page import (
     draw_figure,
@@ -298,7 +298,7 @@ def _claim_cells(
 ) -> tuple[ClaimCell, ClaimCell]:
     published = _claim_cell(recipes, summaries, sheet, row, row.published)
     if row.full and not row.published:
-        published = ClaimCell(UNTESTED, Untested.GPU)
+        published = ClaimCell(UNTESTED, UntestedReason.GPU)
     return published, _claim_cell(recipes, summaries, sheet, row, row.fair)
 
 
@@ -314,17 +314,17 @@ def _claim_cell(
     its own page.
     """
     if not names:
-        return ClaimCell(UNTESTED, Untested.UNASKED)
+        return ClaimCell(UNTESTED, UntestedReason.UNASKED)
     far = [name for name in names if is_different_regime(_paper_anchors(recipes, summaries, sheet, name))]
     names = tuple(name for name in names if name not in far)
     if not names:
-        return ClaimCell(UNTESTED, Untested.REGIME, recipe=far[0])
+        return ClaimCell(UNTESTED, UntestedReason.REGIME, recipe=far[0])
     if all(recipes[name].paper.stand_in for name in names):
-        return ClaimCell(UNTESTED, Untested.STAND_IN, recipe=names[0])
+        return ClaimCell(UNTESTED, UntestedReason.STAND_IN, recipe=names[0])
     names = tuple(name for name in names if not recipes[name].paper.stand_in)
     if row.full and all(recipes[name].paper.reduced for name in names):
-        return ClaimCell(UNTESTED, Untested.GPU, recipe=names[0])
-    measured, missing = [], ClaimCell(UNTESTED, Untested.NOT_RUN, recipe=names[0])
+        return ClaimCell(UNTESTED, UntestedReason.GPU, recipe=names[0])
+    measured, missing = [], ClaimCell(UNTESTED, UntestedReason.NOT_RUN, recipe=names[0])
     for name in names:
         recipe, summary = recipes[name], summaries.get(name)
         if not _is_current(summary, recipe):
@@ -343,7 +343,7 @@ def _claim_cell(
 
 def _closest_rival_number(one: judge.JudgedClaim) -> str:
     """Render the difference from the closest rival or, if this rival is a number, the subject's own value."""
-    of, look, rival = unit(one.figure), one.closest_rival.look, one.closest_rival.name
+    of, look, rival = get_unit(one.figure), one.closest_rival.look, one.closest_rival.name
     if not re.fullmatch(r"-?[\d.e-]+", rival):
         return of.lead(look.difference, look.half)
     sign = 1 if one.claim.higher is not None else -1
@@ -384,7 +384,7 @@ def _verdict_sentence(recipe: Recipe, summary: RecipeSummary | None) -> str:
         return ""
     verdicts = [one for one in judge.judge_claims(recipe, summary.numbers) if not one.claim.construction]
     words = [one.words for one in verdicts]
-    possible = (*looks.ClaimVerdict, *(looks.claim_words(UNTESTED, reason) for reason in Untested))
+    possible = (*looks.ClaimVerdict, *(looks.claim_words(UNTESTED, reason) for reason in UntestedReason))
     shown = marks.join_counts([marks.count_claims(words.count(w), w) for w in possible if w in words])
     several = "s" if len(words) > 1 else ""
     return f". Of {len(words)} claim{several}, {shown}" if shown else ""
@@ -395,7 +395,7 @@ def _printed_margin(recipes: Mapping[str, Recipe], row: HeadlineClaim, *cells: C
     for name in (*(cell.recipe for cell in cells if cell.recipe), *row.published, *row.fair):
         claim = _find_claim(recipes[name], row.claim)
         if claim is not None and math.isfinite(lead := judge.smallest_printed_lead(recipes[name], claim)):
-            return unit(Reference.create(claim.subject, recipes[name].paper.figure).figure).lead(lead)
+            return get_unit(Reference.create(claim.subject, recipes[name].paper.figure).figure).lead(lead)
     return "-"
 
 
@@ -422,7 +422,7 @@ def _open_claim_commands(
     """Yield commands and time estimates for claims that are open because they need a GPU, a run, or more seeds."""
     large = dict.fromkeys(
         row.full for sheet, cells in papers for row, pair in zip(sheet.row, cells, strict=True)
-        if row.full and {Untested.GPU, Untested.REGIME} & {cell.reason for cell in pair}
+        if row.full and {UntestedReason.GPU, UntestedReason.REGIME} & {cell.reason for cell in pair}
     )  # fmt: skip
     yield from ("## Open claims", "")
     for name in large:
@@ -433,13 +433,14 @@ def _open_claim_commands(
     waiting = dict.fromkeys(
         name for sheet, cells in papers for row, pair in zip(sheet.row, cells, strict=True)
         for names, cell in zip((row.published, row.fair), pair, strict=True)
-        if cell.reason not in (Untested.GPU, Untested.REGIME)
-        for name in names if cell.reason == Untested.NOT_RUN or not _is_current(summaries.get(name), recipes[name])
+        if cell.reason not in (UntestedReason.GPU, UntestedReason.REGIME)
+        for name in names
+        if cell.reason == UntestedReason.NOT_RUN or not _is_current(summaries.get(name), recipes[name])
     )  # fmt: skip
     for name in waiting:
         budget = recipes[name].budget("laptop")
         if budget is not None:
-            yield f"- Not run yet: `fedloom reproduce {name}` (up to {option(budget)} core-minutes)."
+            yield f"- Not run yet: `fedloom reproduce {name}` (up to {format_option(budget)} core-minutes)."
     short = dict.fromkeys(
         cell.recipe for _, cells in papers for pair in cells for cell in pair
         if cell.verdict in (looks.UNDECIDED, looks.PARTLY)

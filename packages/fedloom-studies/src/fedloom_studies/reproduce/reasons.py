@@ -16,7 +16,7 @@ import numpy as np
 from fedloom.errors import ConfigError
 from fedloom_studies.reproduce import judge
 from fedloom_studies.reproduce.cells import finite_by_seed
-from fedloom_studies.reproduce.figures import Reference, unit
+from fedloom_studies.reproduce.figures import Reference, get_unit
 from fedloom_studies.reproduce.page import is_earlier_version
 from fedloom_studies.reproduce.recipe import Recipe
 from fedloom_studies.reproduce.summary import RecipeSummary
@@ -66,7 +66,7 @@ def _measured_text(
         _, variant, reference = (part.strip() for part in side.split("|"))
         read = Reference.create(reference, recipe.paper.figure)
         values.append(finite_by_seed(summary.numbers.get(variant, {}).get(str(read), {})))
-        of = unit(read.figure)
+        of = get_unit(read.figure)
     if not all(values):
         return None
     if len(sides) == 1:

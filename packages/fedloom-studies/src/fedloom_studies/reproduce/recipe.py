@@ -33,7 +33,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from fedloom.errors import ConfigError
 from fedloom.lab.experiment import restore_document
-from fedloom.rundir import label_of
+from fedloom.rundir import get_label
 from fedloom.values import Value, choose, make
 
 Scale = Literal["smoke", "laptop", "full"]
@@ -61,7 +61,7 @@ class NominalDataset(NamedTuple):
     users: int = 0
 
 
-FOLLOWS_PROTOCOL, REDUCED_PHRASE = "as in the protocol", "as reduced"
+FOLLOWS_PROTOCOL_PHRASE, REDUCED_PHRASE = "as in the protocol", "as reduced"
 """Recorded phrases for runs that follow the protocol, and for runs that are reduced as the recipe describes."""
 NOMINAL_SETS = {
     "cifar-10": NominalDataset(50_000, 10_000, (3, 32, 32), 10),
@@ -231,7 +231,7 @@ class Recipe:
         """Return a sentence on how a scale differs from the protocol."""
         if scale == "smoke":
             return "handwritten digits in place of the data, hardly any rounds: shows only that the recipe runs"
-        plain = FOLLOWS_PROTOCOL if self.paper.reduced is None else REDUCED_PHRASE
+        plain = FOLLOWS_PROTOCOL_PHRASE if self.paper.reduced is None else REDUCED_PHRASE
         return str(self.scales.get(scale, {}).get(SENTENCE_KEY, plain))
 
     def follows_paper(self, scale: Scale, samples: Mapping[str, int]) -> bool:
@@ -285,8 +285,8 @@ class Recipe:
             document = merge_tables(self.document, variant_options)
             document = merge_tables(document, SMOKE_CHOICES) if scale == "smoke" else document
             document = merge_tables(document, {k: v for k, v in change.items() if k not in ("methods", "options")})
-            methods = [merge_tables(m, options.get(label_of(m), {})) for m in document["method"]]
-            named = {label_of(m): m for m in methods}
+            methods = [merge_tables(m, options.get(get_label(m), {})) for m in document["method"]]
+            named = {get_label(m): m for m in methods}
             wanted = [choose("method", named, label, self.name) for label in only or change.get("methods", named)]
             seeds_here = list(seeds) or (document["seeds"][:1] if scale == "smoke" else document["seeds"])
             document |= {"method": wanted, "seeds": seeds_here, "name": f"{self.name}, {variant}"}

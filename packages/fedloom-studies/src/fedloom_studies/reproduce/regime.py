@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedloom_studies.reproduce.cells import cells_of_table
-from fedloom_studies.reproduce.figures import unit
+from fedloom_studies.reproduce.cells import make_table_cells
+from fedloom_studies.reproduce.figures import get_unit
 from fedloom_studies.reproduce.page import is_earlier_version
 from fedloom_studies.reproduce.recipe import Recipe
 from fedloom_studies.reproduce.summary import RecipeSummary
@@ -50,7 +50,7 @@ class PaperAnchor:
     @property
     def words(self) -> str:
         """Text that names the column and states the difference."""
-        return f"{self.title} {unit(self.figure).lead(self.gap)}"
+        return f"{self.title} {get_unit(self.figure).lead(self.gap)}"
 
 
 def farthest_anchors(
@@ -69,7 +69,7 @@ def farthest_anchors(
         return []
     titles = {title for title, text in recipe.paper.columns.items() if text in references}
     farthest: dict[str, PaperAnchor] = {}
-    for cell in cells_of_table(recipe, summary.numbers, compare=False):
+    for cell in make_table_cells(recipe, summary.numbers, compare=False):
         if cell.column not in titles or cell.paper is None or not np.isfinite(cell.mean):
             continue
         one = PaperAnchor(cell.column, cell.variant, cell.mean - cell.paper, place, cell.figure)

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedloom.errors import RunDirError
-from fedloom.formats import rounded
+from fedloom.formats import round_significant
 from fedloom.lab.report import MODEL_KINDS, WORK_FIGURES, Run, read_runs
-from fedloom.rundir import file_name, label_of
+from fedloom.rundir import file_name, get_label
 from fedloom.storage import write_atomic
 from fedloom_studies.reproduce.choices import TRIALS_FOLDER, choices_so_far, trials_folder_name
 from fedloom_studies.reproduce.figures import Reference, values_by_seed
@@ -109,7 +109,7 @@ def summarise(
         trials = trials_folder_name(document, folder.name)
         choices = {} if trials != folder.name and chosen else choices_so_far(out / TRIALS_FOLDER / trials, document)
         chosen |= {variant: choices} if choices else {}
-        wanted = {(label_of(m), seed) for m in document["method"] for seed in document["seeds"]}
+        wanted = {(get_label(m), seed) for m in document["method"] for seed in document["seeds"]}
         ended = {(r.method, r.seed): r for r in run.summary.runs if r.status != "interrupted"}
         missing |= not wanted <= ended.keys()
         failures += [f"{variant}: {r.method}, seed {r.seed}: {r.reason}" for r in ended.values() if r.status != "done"]
@@ -228,11 +228,13 @@ def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[st
     """Return all values of a run that are kept in a summary, keyed by reference and seed."""
     numbers, runs = {}, run.summary.runs
     lost = {r.method for r in runs} - {r.method for r in runs if r.status in ("done", "interrupted")}
-    for reference in _wanted_references(recipe, [label_of(m) for m in document["method"]]):
+    for reference in _wanted_references(recipe, [get_label(m) for m in document["method"]]):
         by_seed = values_by_seed(run, reference)
         is_lost = reference.method in lost and reference.figure not in WORK_FIGURES
         if is_lost or any(math.isfinite(v) for v in by_seed.values()):
-            numbers[str(reference)] = {str(s): rounded(v, SIGNIFICANT_DIGITS) for s, v in sorted(by_seed.items())}
+            numbers[str(reference)] = {
+                str(s): round_significant(v, SIGNIFICANT_DIGITS) for s, v in sorted(by_seed.items())
+            }
     return numbers
 
 
@@ -248,9 +250,9 @@ def _wanted_references(recipe: Recipe, methods: Iterable[str]) -> list[Reference
     return list(dict.fromkeys(reference for reference in named if reference.method in methods))
 
 
-def references_of_claims(recipe: Recipe, document: Mapping[str, Any]) -> set[str]:
+def collect_claim_references(recipe: Recipe, document: Mapping[str, Any]) -> set[str]:
     """Return the references that the claims need, taken from the methods of a document."""
-    labels = {label_of(method) for method in document["method"]}
+    labels = {get_label(method) for method in document["method"]}
     sides = [side for claim in recipe.paper.claims for side in (claim.subject, *claim.than) if isinstance(side, str)]
     read = [Reference.create(side, recipe.paper.figure) for side in sides]
     return {str(reference) for reference in read if reference.method in labels}

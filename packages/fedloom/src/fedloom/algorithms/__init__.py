@@ -75,7 +75,7 @@ from fedloom.algorithms.presets import Preset as Preset
 from fedloom.algorithms.presets import PresetMethod as PresetMethod
 from fedloom.algorithms.qffl import QFFL as QFFL
 from fedloom.algorithms.scaffold import SCAFFOLD as SCAFFOLD
-from fedloom.lazy import lister
+from fedloom.lazy import make_dir
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,
@@ -141,7 +141,7 @@ REGISTRY: dict[str, type[Algorithm] | Preset] = {**ALGORITHMS, **PRESETS}
 components."""
 
 
-def role_of(method: Algorithm | PresetMethod) -> str:
+def get_role(method: Algorithm | PresetMethod) -> str:
     """Return the role that a method plays as a baseline in a comparison, regardless of the name of the method.
 
     "alone": clients train separately and send nothing. "average": all clients use the single model that FedAvg trains.
@@ -152,4 +152,4 @@ def role_of(method: Algorithm | PresetMethod) -> str:
     return ("average" if type(method) is FedAvg else "") if upload_fields(type(method)) else "alone"
 
 
-__dir__ = lister(__name__)
+__dir__ = make_dir(__name__)

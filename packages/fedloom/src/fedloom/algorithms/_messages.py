@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_
 from torch import Tensor
 
 from fedloom.errors import ConfigError
-from fedloom.hints import nearest
+from fedloom.hints import suggest_nearest
 from fedloom.rows.proxes import Form, find_form
 from fedloom.values import Value
 
@@ -60,7 +60,7 @@ class Kind:
         return self.keeps or not self.averaged
 
     @property
-    def weighable(self) -> bool:
+    def is_weighable(self) -> bool:
         """True if means of the field are weighted by the weigher's weights instead of the clients' shares."""
         return not self.single and not self.accumulates
 
@@ -252,10 +252,10 @@ def check_declaration(algorithm: type[Value]) -> None:
                 f"{name}: base of {field!r} must be 'zero', 'down.FIELD' or 'rows.FIELD', got {kind.base!r}"
             )
         if source == "down" and base not in down._fields:
-            raise ConfigError(f"{name}: base of {field!r} is {kind.base!r}; {nearest(base, down._fields)}")
+            raise ConfigError(f"{name}: base of {field!r} is {kind.base!r}; {suggest_nearest(base, down._fields)}")
         weight = getattr(kind, "weight", None)
         if weight is not None and weight not in fields:
-            raise ConfigError(f"{name}: weight of {field!r} is {weight!r}; {nearest(weight, fields)}")
+            raise ConfigError(f"{name}: weight of {field!r} is {weight!r}; {suggest_nearest(weight, fields)}")
 
 
 def encodings(algorithm: Any, message: Literal["down", "up"]) -> dict[str, Sent]:
@@ -274,7 +274,7 @@ def encodings(algorithm: Any, message: Literal["down", "up"]) -> dict[str, Sent]
     for name, s in sent.items():
         if s.prox not in {None, *proxes, *kind.model_fields}:
             where = f"{kind.__name__}: prox of the field {name!r}"
-            raise ConfigError(f"{where} is {s.prox!r}; {nearest(str(s.prox), proxes)}")
+            raise ConfigError(f"{where} is {s.prox!r}; {suggest_nearest(str(s.prox), proxes)}")
     return {
         name: s if s.prox is None else replace(s, encoding=find_form(proxes.get(s.prox)), prox=None)
         for name, s in sent.items()

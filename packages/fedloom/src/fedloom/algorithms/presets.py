@@ -10,7 +10,7 @@ from fedloom.algorithms._base import Algorithm, choose_defaults
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedprox import FedProx
 from fedloom.choose import Clustered, EquitableWeigher, FairFedWeigher, PowerOfChoice, Sampler, Weigher
-from fedloom.hints import unknown
+from fedloom.hints import unknown_name_error
 
 
 class PresetMethod(NamedTuple):
@@ -82,7 +82,7 @@ class Preset:
         chosen = {**self.defaults, **options}
         for name in chosen:
             if name not in self.options:
-                raise unknown("option", name, self.options)
+                raise unknown_name_error("option", name, self.options)
 
         def make(part: type[Any] | None) -> Any:
             return None if part is None else part(**{n: v for n, v in chosen.items() if n in part.model_fields})

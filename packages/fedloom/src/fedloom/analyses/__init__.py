@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedloom.lazy import lazy_names, lister, make_getattr
+from fedloom.lazy import lazy_names, make_dir, make_getattr
 
 if TYPE_CHECKING:
     from fedloom.analyses.form import MAX_QUESTION_BYTES as MAX_QUESTION_BYTES
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from fedloom.analyses.rows import Schema as Schema
     from fedloom.analyses.rows import client_rows as client_rows
     from fedloom.analyses.rows import dataset_rows as dataset_rows
-    from fedloom.analyses.rows import schema_of as schema_of
+    from fedloom.analyses.rows import make_schema as make_schema
     from fedloom.analyses.run import AnalysisResult as AnalysisResult
     from fedloom.analyses.run import Answer as Answer
     from fedloom.analyses.run import Ask as Ask
     from fedloom.analyses.run import SumRecord as SumRecord
-    from fedloom.analyses.run import analysis_of as analysis_of
     from fedloom.analyses.run import analyze as analyze
     from fedloom.analyses.run import answer_question as answer_question
     from fedloom.analyses.run import check_analysis as check_analysis
     from fedloom.analyses.run import check_order as check_order
+    from fedloom.analyses.run import resolve_analysis as resolve_analysis
     from fedloom.analyses.run import run_questions as run_questions
     from fedloom.analyses.run import sum_answers as sum_answers
     from fedloom.analyses.script import ScriptedAnalysis as ScriptedAnalysis
@@ -49,4 +49,4 @@ __all__ = [*lazy_names(__name__)]
 
 __getattr__ = make_getattr(__name__)
 
-__dir__ = lister(__name__)
+__dir__ = make_dir(__name__)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from fedloom.algorithms import FedAvg
 from fedloom.analyses.form import Analysis, ModelAnalysis, Rules
-from fedloom.analyses.registry import name_of
-from fedloom.analyses.rows import ClientRows, client_rows, fill_ranges, schema_of
-from fedloom.analyses.run import analysis_of, analyze_rows
+from fedloom.analyses.registry import get_analysis_name
+from fedloom.analyses.rows import ClientRows, client_rows, fill_ranges, make_schema
+from fedloom.analyses.run import analyze_rows, resolve_analysis
 from fedloom.data.federation import DATA_PARTS, Federation
 from fedloom.data.tables import TableColumn
 from fedloom.engine.checkpoints import RunCheckpoints
@@ -34,7 +34,7 @@ from fedloom.engine.state import initial_state
 from fedloom.errors import CodeError, DataError, Refused, RunStopped, Stop
 from fedloom.processes.clients import CLIENT_COUNTS
 from fedloom.processes.ranks import SINGLE_RANK, Ranks
-from fedloom.values import dump
+from fedloom.values import dump_value
 
 DEPENDENCE_TOLERANCE = 1e-8
 """Threshold for the fraction of an input's deviation that other inputs do not explain. Below it, the input is treated
@@ -49,7 +49,7 @@ class Fitted(FedAvg):
     @property
     def value(self) -> ModelAnalysis:
         """The analysis."""
-        value = analysis_of(json.loads(self.analysis), {})
+        value = resolve_analysis(json.loads(self.analysis), {})
         assert isinstance(value, ModelAnalysis)
         return value
 
@@ -61,7 +61,7 @@ class Fitted(FedAvg):
             analysis: analysis that fits a model.
             common: setting that all methods share. Its task, evaluation and engine apply.
         """
-        method = cls(analysis=json.dumps(dump(analysis, kind=name_of(analysis)), sort_keys=True))
+        method = cls(analysis=json.dumps(dump_value(analysis, kind=get_analysis_name(analysis)), sort_keys=True))
         engine = common.engine.with_(dtype="float64", device="cpu", gradient_engine="auto")
         choices: dict[str, Any] = {"task": common.task, "evaluate": common.evaluate, "engine": engine}
         return Setting(algorithm=method, rounds=1, seed=common.seed, **choices)
@@ -156,14 +156,14 @@ def fit_model(analysis: ModelAnalysis, fed: Federation) -> FittedModel:
         raise DataError("every input of the models has the same value in all training rows, so nothing can be fitted")
     rows = {name: replace(some, x=some.x.reshape(len(some), width)[:, used]) for name, some in rows.items()}
     names = tuple(TableColumn(name=f"input {k}") for k in used.nonzero()[:, 0].tolist())
-    schema = replace(schema_of(data), columns=names, levels={}, is_table=True, columns_are_inputs=True)
+    schema = replace(make_schema(data), columns=names, levels={}, is_table=True, columns_are_inputs=True)
     schema, _ = fill_ranges(schema, rows)
     result = analyze_rows(analysis, schema, rows, analysis.rules or Rules())
     values = [getattr(result.model, name, None) for name in ("weight", "bias")]
     shapes, outputs = [list(getattr(value, "shape", ())) for value in values], data.outputs
     if shapes != [[outputs, int(used.sum())], [outputs]]:
         raise CodeError(
-            f"the model of {name_of(analysis)} must have a weight [{outputs}, {int(used.sum())}] and a bias "
+            f"the model of {get_analysis_name(analysis)} must have a weight [{outputs}, {int(used.sum())}] and a bias "
             f"[{outputs}], got shapes {shapes}"
         )
     model: Any = result.model

@@ -17,9 +17,9 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from torch import Tensor, nn
 
 from fedloom.analyses.models import missing_model_error
-from fedloom.analyses.rows import ClientRows, Schema, schema_of
+from fedloom.analyses.rows import ClientRows, Schema, make_schema
 from fedloom.errors import CodeError, ConfigError, Refused, WireError
-from fedloom.values import Value, kind_of
+from fedloom.values import Value, get_kind
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
@@ -311,7 +311,7 @@ class Analysis(Value):
                 action.
             Refused: the analysis is meaningless for these data.
         """
-        what = f"the analysis {kind_of(self)}"
+        what = f"the analysis {get_kind(self)}"
         if self.tasks and schema.task not in self.tasks:
             raise Refused(
                 f"{what} works only for the task {' or '.join(self.tasks)}, but the task of "
@@ -330,7 +330,7 @@ class Analysis(Value):
 
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
         """Raise an error if the analysis is not suitable for a federation (see `check`)."""
-        self.check(schema_of(fed.data), setting)
+        self.check(make_schema(fed.data), setting)
 
     def check_models(self, kinds: Sequence[str]) -> None:
         """Raise an error if the analysis uses a kind of model (option ``model_kind``) that the run does not have.
@@ -359,7 +359,7 @@ class Analysis(Value):
         """
         if masked and self.shows_rows:
             raise ConfigError(
-                f"with these options, the analysis {kind_of(self)} shows individual clients' results, but secure "
+                f"with these options, the analysis {get_kind(self)} shows individual clients' results, but secure "
                 f"aggregation hides them",
                 rule="analysis-shows-clients",
                 fix="omit these options, or deploy without secure aggregation",
@@ -367,7 +367,7 @@ class Analysis(Value):
         unagreed = [column.name for column in schema.columns if not column.levels and column.range is None]
         if unagreed:
             raise ConfigError(
-                f"the analysis {kind_of(self)} scales numbers by their ranges, but "
+                f"the analysis {get_kind(self)} scales numbers by their ranges, but "
                 f"{', '.join(map(repr, unagreed[:5]))} has no range in the agreement",
                 rule="analysis-range",
                 fix="set range = [LOWEST, HIGHEST] for each of these columns in the agreement (fedloom init --agree)",
@@ -450,7 +450,7 @@ class Analysis(Value):
             QuestionOrderError: `order` has a different question at this step, or the question was already asked and is
                 not in `retried`.
         """
-        order, what = self.order, f"the analysis {kind_of(self)}"
+        order, what = self.order, f"the analysis {get_kind(self)}"
         if step >= len(order) and question.name not in self.retried:
             raise QuestionOrderError(
                 f"{what} asks each question only once (questions that may be repeated are listed in `retried`), so "
@@ -530,7 +530,7 @@ class Analysis(Value):
 
         For a user-defined analysis, the module is omitted.
         """
-        return kind_of(self).rpartition(":")[2]
+        return get_kind(self).rpartition(":")[2]
 
 
 class ModelAnalysis(Analysis):
@@ -548,7 +548,7 @@ class ModelAnalysis(Analysis):
     def check_sites(self, schema: Schema, *, masked: bool) -> None:
         if self.compare:
             raise ConfigError(
-                f"the analysis {kind_of(self)} has compare = true, but a deployment does not compare methods",
+                f"the analysis {get_kind(self)} has compare = true, but a deployment does not compare methods",
                 rule="analysis-compare",
                 fix="omit compare",
             )
@@ -573,10 +573,10 @@ def require_questions(analysis: Analysis) -> None:
 def needs_run(analysis: Analysis) -> ConfigError:
     """Return the error for an analysis that needs the models of a run although there is no run."""
     return ConfigError(
-        f"the analysis {kind_of(analysis)} needs trained models, but no run was given",
+        f"the analysis {get_kind(analysis)} needs trained models, but no run was given",
         rule="analysis-needs-a-run",
-        fix=f"write [[analysis]] kind = {kind_of(analysis)!r} into the experiment file of a run, or pass "
-        f"the result of a run, as in fl.analyze({kind_of(analysis)!r}, fl.simulate(...))",
+        fix=f"write [[analysis]] kind = {get_kind(analysis)!r} into the experiment file of a run, or pass "
+        f"the result of a run, as in fl.analyze({get_kind(analysis)!r}, fl.simulate(...))",
     )
 
 

@@ -19,9 +19,9 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.analyses.form import Analysis, AnalysisTerms, Bounds, Info, Question
-from fedloom.analyses.models import ModelKind, compute_outputs, models_of
+from fedloom.analyses.models import ModelKind, compute_outputs, iterate_models
 from fedloom.analyses.rows import ClientRows
-from fedloom.analyses.tables import INTEGER_TYPE, NUMBER_TYPE, TEXT_TYPE, table_of
+from fedloom.analyses.tables import INTEGER_TYPE, NUMBER_TYPE, TEXT_TYPE, make_table
 from fedloom.data.federation import DATA_PARTS, Federation
 from fedloom.data.tables import Table
 from fedloom.engine.result import Result
@@ -115,7 +115,7 @@ class PooledImportance(Analysis):
             for j, name in enumerate(("accuracy", "brier"))
         ]
         numbers = dict.fromkeys(("value", "unpermuted", "rows"), NUMBER_TYPE)
-        return table_of(lines, column=TEXT_TYPE, metric=TEXT_TYPE, **numbers)
+        return make_table(lines, column=TEXT_TYPE, metric=TEXT_TYPE, **numbers)
 
     def _scores(self, rows: ClientRows, inputs: Tensor, classes: int) -> Tensor:
         """Return the number of correct predictions and the sum of squared errors (halved for two classes)."""
@@ -168,12 +168,12 @@ def importance(result: Result) -> pa.Table:
     check_importance(job.eval_fed)
     rows = list[tuple[int, str, str, str, float, float]]()
     for model in ("global", "personal"):
-        for client, row in models_of(result, model, job.scored_ids):
+        for client, row in iterate_models(result, model, job.scored_ids):
             index = job.eval_fed.indices("test", client)
             if len(index) >= MIN_IMPORTANCE_SAMPLES:
                 scored = Scored(partial(job.oracle.run, row), job.oracle.task, job.eval_fed, index)
                 rows += [(client, model, *line) for line in measure_permutations(scored, job.setting.seed, client)]
-    return table_of(
+    return make_table(
         rows, client=INTEGER_TYPE, model=TEXT_TYPE, column=TEXT_TYPE, metric=TEXT_TYPE, value=NUMBER_TYPE,
         spread=NUMBER_TYPE,
     )  # fmt: skip

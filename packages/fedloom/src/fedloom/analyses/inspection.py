@@ -12,9 +12,9 @@ from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
 from fedloom.analyses.form import Analysis
-from fedloom.analyses.models import models_of
+from fedloom.analyses.models import iterate_models
 from fedloom.analyses.rows import Schema
-from fedloom.analyses.tables import INTEGER_TYPE, NUMBER_TYPE, TEXT_TYPE, table_of
+from fedloom.analyses.tables import INTEGER_TYPE, NUMBER_TYPE, TEXT_TYPE, make_table
 from fedloom.data.dataset import CLASS_TASKS
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
@@ -81,7 +81,7 @@ def confusion(result: Result) -> pa.Table:
     classes = max(len(fed.data.classes), 2)
     counts_by_client: dict[tuple[int, str], Tensor] = {}
     for model in ("global", "personal"):
-        for client, row in models_of(result, model, result.job.scored_ids):
+        for client, row in iterate_models(result, model, result.job.scored_ids):
             index = fed.indices("test", client)
             if len(index):
                 guess = torch.cat([oracle.task.predict(out) for out in oracle.outputs(row, index)])
@@ -98,7 +98,7 @@ def confusion(result: Result) -> pa.Table:
         for cell, count in enumerate(counts.tolist())
         if count
     ]
-    return table_of(
+    return make_table(
         rows, client=INTEGER_TYPE, model=TEXT_TYPE, true=INTEGER_TYPE, predicted=INTEGER_TYPE, count=INTEGER_TYPE
     )
 
@@ -126,7 +126,7 @@ def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]
     )
     shown = torch.tensor(sorted(set(clients) - set(few)), dtype=torch.long)
     rows: list[tuple[int, str, float, float, float]] = []
-    for client, row in models_of(result, model, shown):
+    for client, row in iterate_models(result, model, shown):
         index = fed.indices("test", client)
         representations = oracle.representations(row, index).double().cpu().numpy()
         y = fed.targets(index)
@@ -135,4 +135,6 @@ def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]
         plane = TSNE(perplexity=min(TSNE_PERPLEXITY, (len(index) - 1) / 3), init="random", random_state=rng, n_jobs=1)
         places = plane.fit_transform(representations).tolist()
         rows += [(client, model, float(label), *place) for label, place in zip(labels, places, strict=True)]
-    return table_of(rows, client=INTEGER_TYPE, model=TEXT_TYPE, label=NUMBER_TYPE, x=NUMBER_TYPE, y=NUMBER_TYPE), notes
+    return make_table(
+        rows, client=INTEGER_TYPE, model=TEXT_TYPE, label=NUMBER_TYPE, x=NUMBER_TYPE, y=NUMBER_TYPE
+    ), notes

@@ -21,7 +21,7 @@ MODELS_PER_PASS = 32
 """Number of personal models that are created at a time."""
 
 
-def models_of(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
+def iterate_models(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield clients together with their models, after setting the models' normalization statistics.
 
     If the run does not have such models, nothing is yielded.
@@ -55,7 +55,7 @@ def models_by_client(result: Result) -> Callable[[int], dict[str, Callable[[Tens
 
     def function_of(kind: str, client: int) -> Callable[[Tensor], Tensor]:
         def run(inputs: Tensor) -> Tensor:
-            ((_, row),) = models_of(result, kind, torch.tensor([client]))
+            ((_, row),) = iterate_models(result, kind, torch.tensor([client]))
             return result.job.oracle.run(row, inputs)
 
         return run

@@ -11,9 +11,9 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.analyses.form import Analysis
-from fedloom.analyses.tables import INTEGER_TYPE, NUMBER_TYPE, TEXT_TYPE, table_of
+from fedloom.analyses.tables import INTEGER_TYPE, NUMBER_TYPE, TEXT_TYPE, make_table
 from fedloom.data.federation import Federation
-from fedloom.data.groups import groups_of, has_enough_rows, row_kind_counts, subjects_of
+from fedloom.data.groups import get_subjects, has_enough_rows, make_group_masks, row_kind_counts
 from fedloom.engine.clients.scores import final_outputs
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
@@ -66,7 +66,7 @@ class Groups(Analysis):
         return self.by
 
     def check_run(self, fed: Federation, setting: Setting | None = None) -> None:
-        groups_of(fed.data, self.by)
+        make_group_masks(fed.data, self.by)
 
     def measure(self, result: Result) -> tuple[pa.Table, Sequence[str]]:
         return group_scores(result, self.by, self.min_rows), ()
@@ -108,7 +108,7 @@ def predictions(result: Result) -> pa.Table:
             }
         else:
             targets = {"target": y.double() if y.ndim == 1 else y[:, 0].double() * data.unit + data.centre}
-        if (subjects := subjects_of(data)) is not None:
+        if (subjects := get_subjects(data)) is not None:
             targets["subject"] = subjects[index]
         if data.task == "survival":
             targets["event"] = y[:, 1].double()
@@ -141,7 +141,7 @@ def group_scores(result: Result, by: Sequence[str], least: int) -> pa.Table:
     """
     job = result.job
     data, ids = job.eval_fed.data, job.scored_ids.tolist()
-    groups, subjects = groups_of(data, by), subjects_of(data)
+    groups, subjects = make_group_masks(data, by), get_subjects(data)
     rows: list[GroupScore] = []
     for kind, outputs, index, owner in _final_outputs(result):
         y = job.eval_fed.targets(index.to(job.eval_fed.device)).cpu()
@@ -161,4 +161,6 @@ def group_scores(result: Result, by: Sequence[str], least: int) -> pa.Table:
 
 def group_table(rows: Sequence[GroupScore]) -> pa.Table:
     """Return scores of groups as a table."""
-    return table_of(rows, client=INTEGER_TYPE, model=TEXT_TYPE, subgroup=TEXT_TYPE, metric=TEXT_TYPE, value=NUMBER_TYPE)
+    return make_table(
+        rows, client=INTEGER_TYPE, model=TEXT_TYPE, subgroup=TEXT_TYPE, metric=TEXT_TYPE, value=NUMBER_TYPE
+    )

@@ -57,12 +57,12 @@ ANALYSES = AnalysisRegistry(
 )
 
 
-def name_of(analysis: Analysis) -> str:
+def get_analysis_name(analysis: Analysis) -> str:
     """Return an analysis' name in files: its kind or, if it is user-defined, its import path."""
-    from fedloom.imports import path_of  # pydantic is slow to import, and listing names does not require it
-    from fedloom.values import kind_of
+    from fedloom.imports import get_import_path  # pydantic is slow to import, and listing names does not require it
+    from fedloom.values import get_kind
 
-    kind = kind_of(analysis)
+    kind = get_kind(analysis)
     if kind in ANALYSES and ANALYSES[kind] is type(analysis):
         return kind
-    return path_of(type(analysis)) or kind
+    return get_import_path(type(analysis)) or kind

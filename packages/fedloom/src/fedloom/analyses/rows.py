@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedloom.data.dataset import Dataset, Task
 from fedloom.data.federation import DATA_PARTS, Federation
-from fedloom.data.groups import subjects_of
+from fedloom.data.groups import get_subjects
 from fedloom.data.tables import Table, TableColumn
 
 Range = tuple[float, float]
@@ -105,7 +105,7 @@ class ClientRows:
         return len(self.subjects.unique())
 
 
-def schema_of(data: Dataset) -> Schema:
+def make_schema(data: Dataset) -> Schema:
     """Return the schema of a data set, either raw or prepared by a federation."""
     table = _declared_table(data)
     width = data.x[0].numel() if len(data) else 0
@@ -192,12 +192,12 @@ def _make_client_rows(
     table = _declared_table(data)
     x = raw[rows.to(raw.device)].cpu().double().flatten(1) if raw.ndim > 1 else raw[rows][:, None].double()
     if table is not None:
-        x = table.unmarked(x)
+        x = table.replace_missing_markers(x)
     y = data.y.cpu()[rows].double()
     y = y[:, None] if y.ndim == 1 else y
     if not data.classed:
         y = y * data.unit + data.centre if data.task == "regression" else y
     columns = {name: codes.cpu()[rows] for name, codes in data.columns.items()}
-    units = subjects_of(data)
+    units = get_subjects(data)
     subjects = torch.arange(len(rows)) if units is None else units[rows]
     return ClientRows(x, y, part, subjects, columns, fetch, place, models)

@@ -35,19 +35,19 @@ from fedloom.analyses.form import (
     require_questions,
 )
 from fedloom.analyses.registry import ANALYSES
-from fedloom.analyses.rows import ClientRows, Schema, client_rows, dataset_rows, fill_ranges, schema_of
+from fedloom.analyses.rows import ClientRows, Schema, client_rows, dataset_rows, fill_ranges, make_schema
 from fedloom.data.dataset import Dataset, default_to_cpu
 from fedloom.data.federation import Federation
-from fedloom.data.groups import describe_repeated_subjects, subjects_of
+from fedloom.data.groups import describe_repeated_subjects, get_subjects
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import find_model_kinds
 from fedloom.errors import CheckpointError, CodeError, ConfigError, DataError, Refused, attribute_error
 from fedloom.formats import as_pandas
-from fedloom.hints import nearest, unknown
-from fedloom.rundir import place_of
+from fedloom.hints import suggest_nearest, unknown_name_error
+from fedloom.rundir import as_path
 from fedloom.storage.files import write_atomic
-from fedloom.values import dump, kind_of, make, make_kind
+from fedloom.values import dump_value, get_kind, make, make_kind
 
 SUM_FILE = "sum-{:04}.bin"
 SUM_FORM = {"sum": {"total": 1, "info": 1}}
@@ -146,7 +146,7 @@ def analyze(
         DataError: the analysis has no result, or an answer is outside its bounds.
         CheckpointError: the folder belongs to a different analysis.
     """
-    value = analysis_of(analysis, options)
+    value = resolve_analysis(analysis, options)
     if not isinstance(rules, Rules | Mapping | None):
         raise ConfigError(f"rules must be a table, such as {{'min_subjects': 5}}, got {rules!r:.80}")
     agreed = rules if isinstance(rules, Rules) else value.rules or Rules()
@@ -157,8 +157,8 @@ def analyze(
         table, notes = value.measure(clients)
         return AnalysisResult(value, table, notes=tuple(notes))
     require_questions(value)
-    schema, rows, notes = clients_of(clients, value)
-    place = None if folder is None else place_of(folder, "folder", ", or None to save nothing")
+    schema, rows, notes = prepare_clients(clients, value)
+    place = None if folder is None else as_path(folder, "folder", ", or None to save nothing")
     return analyze_rows(value, schema, rows, agreed, place, notes)
 
 
@@ -202,7 +202,9 @@ def analyze_rows(
         return AnalysisResult(analysis, table, tuple(log), notes, analysis.model(state))
 
 
-def analysis_of(analysis: Analysis | str | Mapping[str, Any], options: Mapping[str, Any], where: str = "") -> Analysis:
+def resolve_analysis(
+    analysis: Analysis | str | Mapping[str, Any], options: Mapping[str, Any], where: str = ""
+) -> Analysis:
     """Return the analysis that a value, a name with options, or a table with a ``kind`` describes.
 
     Raises:
@@ -225,8 +227,8 @@ def analysis_of(analysis: Analysis | str | Mapping[str, Any], options: Mapping[s
         raise ConfigError(f"{where}{where and ': '}kind is missing. Allowed: {', '.join(ANALYSES)}")
     kind = str(table["kind"])
     if ":" not in kind and kind not in ANALYSES and find_spec("fedloom_clinic") is None:
-        cure = f"{nearest(kind, ANALYSES)}. More analyses come with the package fedloom-clinic"
-        raise unknown("analysis kind", kind, ANALYSES, where, cure)
+        cure = f"{suggest_nearest(kind, ANALYSES)}. More analyses come with the package fedloom-clinic"
+        raise unknown_name_error("analysis kind", kind, ANALYSES, where, cure)
     value: Analysis = make_kind("analysis", ANALYSES, table, where or kind, base=Analysis)
     return value
 
@@ -268,7 +270,7 @@ def run_questions(
         place += 1
         if len(log) == terms.rules.questions:
             raise Refused(
-                f"{kind_of(analysis)} needs more than the {terms.rules.questions} questions that the rules allow. "
+                f"{get_kind(analysis)} needs more than the {terms.rules.questions} questions that the rules allow. "
                 f"Agree on a larger number: rules = {{questions = ...}}"
             )
         record = None if kept is None else kept.read(len(log), question)
@@ -295,9 +297,9 @@ def check_analysis(analysis: Analysis, fed: Federation, setting: Setting | None 
     analysis.check_run(fed, setting)
     if setting is not None and getattr(analysis, "model_kind", None) is not None:  # to find the kinds takes a model
         analysis.check_models(find_model_kinds(setting, fed))
-    if analysis.by_sums and ":" in kind_of(analysis):
+    if analysis.by_sums and ":" in get_kind(analysis):
         clients = [client_rows(fed, k) for k in range(fed.n)]
-        schema, _ = fill_ranges(schema_of(fed.data), dict(zip(fed.names, clients, strict=True)))
+        schema, _ = fill_ranges(make_schema(fed.data), dict(zip(fed.names, clients, strict=True)))
         terms = AnalysisTerms(schema, torch.tensor([*map(len, clients)]), analysis.rules or Rules())
         with suppress(Exception):  # user code may expect models; the run reports such errors
             terms = replace(terms, published=tuple(analysis.publish(rows, terms) for rows in clients))
@@ -344,7 +346,7 @@ def check_info(analysis: Analysis, question: Question, info: Info) -> None:
     """
     if info.clipped:
         raise DataError(
-            f"{kind_of(analysis)}, question {question.name!r}: {info.clipped} numbers in the answers were outside "
+            f"{get_kind(analysis)}, question {question.name!r}: {info.clipped} numbers in the answers were outside "
             f"their bounds, so the result would be wrong. {analysis.wider}"
         )
 
@@ -379,11 +381,11 @@ def answer_question(
     got = (getattr(answer, "dtype", type(answer).__name__), tuple(getattr(answer, "shape", ())))
     if got != (torch.float64, shape):
         raise CodeError(
-            f"{kind_of(analysis)}: the answer of {where} to {question.name!r} must be float64 "
+            f"{get_kind(analysis)}: the answer of {where} to {question.name!r} must be float64 "
             f"{[*shape]}, got {got[0]} {[*got[1]]}"
         )
     if not bool(answer.isfinite().all()):
-        raise CodeError(f"{kind_of(analysis)}: the answer of {where} to {question.name!r} is not finite")
+        raise CodeError(f"{get_kind(analysis)}: the answer of {where} to {question.name!r} is not finite")
     values, clipped = bounds.project(answer)
     return Answer(values, clipped, False, len(client))
 
@@ -414,9 +416,9 @@ class SumFolder:
     def __init__(self, folder: Path, analysis: Analysis, terms: AnalysisTerms) -> None:
         self._folder = folder
         facts = {
-            "analysis": {"kind": kind_of(analysis), **dump(analysis)},
-            "rules": dump(terms.rules),
-            "columns": [dump(column) for column in terms.schema.columns],
+            "analysis": {"kind": get_kind(analysis), **dump_value(analysis)},
+            "rules": dump_value(terms.rules),
+            "columns": [dump_value(column) for column in terms.schema.columns],
             "sizes": terms.sizes.tolist(),
             "published": [hashlib.sha256(flags.double().numpy().tobytes()).hexdigest() for flags in terms.published],
         }
@@ -459,16 +461,16 @@ class SumFolder:
         return hashlib.sha256(self._digest + body).digest()
 
 
-def clients_of(clients: object, analysis: Analysis) -> tuple[Schema, dict[str, ClientRows], list[str]]:
+def prepare_clients(clients: object, analysis: Analysis) -> tuple[Schema, dict[str, ClientRows], list[str]]:
     """Return the schema with a range for each number, each client's rows keyed by name, and notes.
 
     Raises:
         ConfigError: see `analyze`.
     """
     data, rows, notes = _read_given_clients(clients, analysis)
-    schema = schema_of(data)
+    schema = make_schema(data)
     analysis.check(schema, clients.job.setting if isinstance(clients, Result) else None)
-    if analysis.assumes_independence and subjects_of(data) is not None:
+    if analysis.assumes_independence and get_subjects(data) is not None:
         subjects = torch.cat([some.subjects for some in rows.values()])
         notes += describe_repeated_subjects(len(subjects), len(subjects.unique()))
     schema, unagreed = fill_ranges(schema, rows)

@@ -9,6 +9,6 @@ import pyarrow as pa
 INTEGER_TYPE, TEXT_TYPE, NUMBER_TYPE = pa.int64(), pa.string(), pa.float64()
 
 
-def table_of(rows: Sequence[tuple[object, ...]], /, **kinds: pa.DataType) -> pa.Table:
+def make_table(rows: Sequence[tuple[object, ...]], /, **kinds: pa.DataType) -> pa.Table:
     """Return a table with the given rows and with columns of these names and types."""
     return pa.table({n: pa.array([r[k] for r in rows], kind) for k, (n, kind) in enumerate(kinds.items())})

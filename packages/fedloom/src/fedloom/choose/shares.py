@@ -11,7 +11,7 @@ from fedloom.choose.weighers import EquitableWeigher
 from fedloom.data.dataset import MISSING_LEVEL
 from fedloom.data.federation import Federation
 from fedloom.errors import ConfigError, Refused, RunStopped, Stop
-from fedloom.hints import unknown
+from fedloom.hints import unknown_name_error
 from fedloom.local import Ctx, Work, descend
 from fedloom.local.oracles import Network, chunk_count, chunk_limit
 from fedloom.rows.attacks import Attack
@@ -94,7 +94,7 @@ def _client_levels(column: str, fed: Federation) -> Tensor:
             f"{data.name} has {', '.join(data.columns) or 'no columns'}. Name the columns of a table in "
             "data.group_columns"
         )
-        raise unknown("column", column, data.columns, what, cure)
+        raise unknown_name_error("column", column, data.columns, what, cure)
     levels = list[int]()
     for client in range(fed.n):
         codes = data.columns[column].cpu()[fed.indices("train", client).cpu()].unique().tolist()

@@ -7,11 +7,11 @@ from fedloom.data.federation import DATA_PARTS, Federation, Split
 from fedloom.data.order import plan_batches
 from fedloom.data.partitions import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source, load, source
-from fedloom.lazy import lister
+from fedloom.lazy import make_dir
 
 __all__ = [
     "DATA_PARTS", "PARTITIONS", "SOURCES", "Dataset", "Federation", "Partition", "Prepare", "Source", "Split", "Task",
     "load", "plan_batches", "source",
 ]  # fmt: skip
 
-__dir__ = lister(__name__)
+__dir__ = make_dir(__name__)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedloom.data.text import label_errors, label_range_errors, token_errors
 from fedloom.errors import DataError, NoSamples, direction_in
-from fedloom.hints import nearest
+from fedloom.hints import suggest_nearest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -151,7 +151,7 @@ class Dataset:
         if n == 0:
             raise NoSamples(f"{self.name} contains no samples. A data set needs at least one sample")
         if self.task not in get_args(Task):
-            raise DataError(f"{self.name}: unknown task {self.task!r}; {nearest(self.task, get_args(Task))}")
+            raise DataError(f"{self.name}: unknown task {self.task!r}; {suggest_nearest(self.task, get_args(Task))}")
         if len(self.classes) > MAX_CLASSES:
             raise DataError(f"{self.name}: {len(self.classes):,} classes; {TOO_MANY_CLASSES_TEXT}")
         problems = [*self._wrong_x(), *self._wrong_y(n), *self._wrong_scale()]
@@ -277,7 +277,7 @@ class Dataset:
                 "each sample, pass [d[i] for i in range(len(d))]"
             )
 
-    def extended(self, index: Tensor, x: Tensor, y: Tensor) -> Dataset:
+    def append_samples(self, index: Tensor, x: Tensor, y: Tensor) -> Dataset:
         """Append copies of the samples at `index` ``[k]`` that have the features ``x`` and targets ``y``.
 
         Raises:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedloom.data.subjects.cut import find_shared_subject
 from fedloom.errors import DataError, PartitionError, direction_in, write_singular
-from fedloom.hints import unknown
+from fedloom.hints import unknown_name_error
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -183,7 +183,7 @@ class Federation:
 
     def _split(self, part: str) -> Split:
         if part not in self.parts:
-            raise unknown("part", part, DATA_PARTS)
+            raise unknown_name_error("part", part, DATA_PARTS)
         return self.parts[part]
 
     def sizes(self, part: str = "train") -> Tensor:

@@ -17,7 +17,7 @@ from fedloom.data.sources.table.checks import coded_numbers
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.tables import Table, is_number
 from fedloom.errors import ConfigError
-from fedloom.hints import unknown
+from fedloom.hints import unknown_name_error
 
 BOUND_PATTERN = re.compile(r"(.+?)\s*(>=|<=|>|<)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)")
 COMPARISON_FUNCTIONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
@@ -27,17 +27,17 @@ MAX_GROUP_LEVELS = 20
 """Maximum number of levels in a column whose levels all form groups."""
 
 
-def column_of(group: str) -> str:
+def get_group_column(group: str) -> str:
     """Return the column in the definition of a group.
 
-    >>> column_of("sex"), column_of("age >= 75")
+    >>> get_group_column("sex"), get_group_column("age >= 75")
     ('sex', 'age')
     """
     bound = BOUND_PATTERN.fullmatch(group.strip())
     return bound[1] if bound else group.strip()
 
 
-def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
+def make_group_masks(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
     """Return the rows of each group as a bool mask ``[N]``, keyed by the name of the group.
 
     Rows without a value belong to no group.
@@ -52,9 +52,9 @@ def groups_of(data: Dataset, choices: Sequence[str]) -> Mapping[str, Tensor]:
     """
     groups: dict[str, Tensor] = {}
     for choice in choices:
-        name, bound = column_of(choice), BOUND_PATTERN.fullmatch(choice.strip())
+        name, bound = get_group_column(choice), BOUND_PATTERN.fullmatch(choice.strip())
         if name not in data.columns:
-            raise unknown(
+            raise unknown_name_error(
                 "column", name, data.columns, "groups, which need the columns of a table", rule="groups-column"
             )
         codes, levels = data.columns[name], data.levels[name]
@@ -84,7 +84,7 @@ def group_names(choices: Sequence[str], levels: Mapping[str, Sequence[str]]) -> 
     """Return the choice and the name of each group, in an order that depends only on the levels in the agreement.
 
     Args:
-        choices: columns or thresholds, as in `groups_of`.
+        choices: columns or thresholds, as in `make_group_masks`.
         levels: levels in the agreement of each column that has levels.
 
     Raises:
@@ -92,7 +92,7 @@ def group_names(choices: Sequence[str], levels: Mapping[str, Sequence[str]]) -> 
     """
     names = []
     for choice in choices:
-        column, bound = column_of(choice), BOUND_PATTERN.fullmatch(choice.strip())
+        column, bound = get_group_column(choice), BOUND_PATTERN.fullmatch(choice.strip())
         if bound is None and column not in levels:
             raise ConfigError(
                 f"groups: the sites have not agreed on the levels of {column!r}. Use a bound, such as '{column}>=50', "
@@ -144,7 +144,7 @@ def publishable_groups(members: Tensor, choice: Sequence[int], counts: Tensor, l
         is_open[next((k for k in by_size if not _is_combination_of(exposed, rest[k])), by_size[0])] = False
 
 
-def subjects_of(data: Dataset) -> Tensor | None:
+def get_subjects(data: Dataset) -> Tensor | None:
     """Return the subject number ``[N]`` of each row, counted from 0.
 
     Return None if the subjects are unknown.
@@ -221,7 +221,7 @@ def keep_group_columns(source: Source, groups: Sequence[str]) -> Source:
     Raises:
         ConfigError: the source is not a table.
     """
-    columns = dict.fromkeys(map(column_of, groups))
+    columns = dict.fromkeys(map(get_group_column, groups))
     if not columns:
         return source
     if isinstance(source, TableSource):
@@ -252,7 +252,7 @@ def keep_columns(data: Dataset, columns: Iterable[str]) -> Dataset:
         if name in codes:
             continue
         if name not in features:
-            raise unknown(
+            raise unknown_name_error(
                 "column", name, [*codes, *features], "groups, of the columns of a table", rule="groups-column"
             )
         place, column = features[name]
@@ -269,7 +269,7 @@ def two_groups(data: Dataset, choice: str) -> tuple[Tensor, Tensor]:
     Raises:
         ConfigError: the column was not kept, or does not define exactly two groups.
     """
-    groups = groups_of(data, [choice])
+    groups = make_group_masks(data, [choice])
     if len(groups) != 2:
         raise ConfigError(
             f"{choice!r} defines {len(groups)} groups ({', '.join(groups)}), but the comparison needs "

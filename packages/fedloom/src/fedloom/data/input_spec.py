@@ -28,7 +28,7 @@ from fedloom.values import Value, has_type
 
 COMPARED_FACTS = ("task", "shape", "outputs", "classes", "vocabulary", "each")
 """Facts about samples that must match between a server and its sites."""
-NO_TABLE = "pass an array of samples, an NPZ file or, for images, a folder"
+NO_TABLE_HINT = "pass an array of samples, an NPZ file or, for images, a folder"
 """Advice for users whose samples are not in a table."""
 SMALL_SPAN_SHARE = 0.01
 """Fraction of the training range below which the range of new samples shows that they are in a different unit. Bytes
@@ -202,7 +202,7 @@ class InputSpec(Value):
             return self._columns(self.table, data)
         if data.prepare is not None:
             raise DataError(
-                f"{data.name} is a table, but the model takes samples of shape {_text(self.shape)}; {NO_TABLE}"
+                f"{data.name} is a table, but the model takes samples of shape {_text(self.shape)}; {NO_TABLE_HINT}"
             )
         vocabulary_used = [data.vocabulary[k] for k in data.x.unique().tolist() if k] if data.vocabulary else []
         strange = [token for token in vocabulary_used if token not in self.vocabulary]
@@ -314,7 +314,7 @@ class InputSpec(Value):
         if not isinstance(data.prepare, Table):
             if data.shape != (len(wanted),) or any(c.levels for c in table.columns):
                 raise DataError(f"{data.name} is not a table with the columns {', '.join(wanted)}")
-            return table.unmarked(data.x.double())
+            return table.replace_missing_markers(data.x.double())
         places = {c.name: (k, c) for k, c in enumerate(data.prepare.columns)}
         missing, extra = [n for n in wanted if n not in places], [n for n in places if n not in wanted]
         if missing or extra:
@@ -322,7 +322,7 @@ class InputSpec(Value):
             raise DataError(f"{data.name}: {lacks}. The model was trained on the columns {', '.join(wanted)}")
         pairs = [(old, places[old.name][1], data.x[:, places[old.name][0]]) for old in table.columns]
         x = torch.stack([_recode_levels(old, new, values, data.name) for old, new, values in pairs], 1)
-        return x if set(table.missing) <= set(data.prepare.missing) else table.unmarked(x)
+        return x if set(table.missing) <= set(data.prepare.missing) else table.replace_missing_markers(x)
 
 
 def single_client_federation(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federation:

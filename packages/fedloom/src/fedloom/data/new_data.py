@@ -11,13 +11,13 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import NewRows, new_rows
 from fedloom.data.sources import SOURCES, Source, source
 from fedloom.data.sources._base import SampleSource
-from fedloom.data.sources.detect import SOURCES_BY_ENDING, detect
+from fedloom.data.sources.detect import SOURCES_BY_ENDING, detect_source
 from fedloom.data.sources.images import ImageFolder
 from fedloom.data.sources.leaf import Leaf
 from fedloom.data.sources.table.levels import Factors
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.texts import Sent140, Shakespeare, Texts
-from fedloom.data.survey.agreement import agreement_of
+from fedloom.data.survey.agreement import load_agreement
 from fedloom.errors import DataError, NoSamples
 from fedloom.values import fields_of
 
@@ -32,7 +32,7 @@ FIXED_TABLE_OPTIONS = (
 """Options of a table that are determined by a trained model."""
 
 
-def client_column_of(conversion: Mapping[str, Any]) -> str | None:
+def get_client_column(conversion: Mapping[str, Any]) -> str | None:
     """Return the name of the client column from the data options of a run, or None if these options do not name one.
 
     Earlier versions called this option ``users``.
@@ -81,7 +81,7 @@ class NewData(NamedTuple):
 
         The arguments and errors are the same as in `labelled` and `new_rows`.
         """
-        users, factors = client_column_of(self.options), self.factors
+        users, factors = get_client_column(self.options), self.factors
         if not isinstance(data, str | Path):
             return new_rows(facts, data, "rows", users, factors, keep, self.options.get("days_since"))
         if facts.vocabulary and Path(data).suffix == ".txt":
@@ -109,7 +109,7 @@ class NewData(NamedTuple):
         named = SOURCES.get(name)
         if str(data) in SOURCES or str(data).startswith("hub:"):
             return source(str(data), **(options if str(data) == name else {}))
-        kind = detect(Path(data).expanduser())
+        kind = detect_source(Path(data).expanduser())
         if (named in (Shakespeare, Sent140) and kind is Leaf) or (named is Texts and issubclass(kind, TableSource)):
             kind = named
         if kind is not (named or SOURCES_BY_ENDING.get(Path(name).suffix.lower())):
@@ -119,7 +119,7 @@ class NewData(NamedTuple):
             k: v for k, v in options.items() if k in fields_of(kind) and v not in DETECTED_OPTION_DEFAULTS.get(k, ())
         }
         if tables and facts.table is not None:
-            if "target" not in chosen and (agreed := agreement_of(options.get("agreement"))) is not None:
+            if "target" not in chosen and (agreed := load_agreement(options.get("agreement"))) is not None:
                 chosen |= {"target": agreed.target, "event": agreed.event}
             chosen = {k: v for k, v in chosen.items() if k not in FIXED_TABLE_OPTIONS} | {"agreement": facts.agreement}
         return kind(**{**(chosen if tables or named in (None, kind) else {}), "path": str(data)})

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.dataset import Dataset, default_to_cpu, raise_data_problems
-from fedloom.data.input_spec import NO_TABLE, InputSpec
+from fedloom.data.input_spec import NO_TABLE_HINT, InputSpec
 from fedloom.data.samples import stack_unlabelled_samples
 from fedloom.data.sources.array_data import as_features, convert_to_plain_array
 from fedloom.data.sources.table.cells import ColumnPiece, Problems, decode_cells, is_missing
@@ -145,7 +145,7 @@ def _read_columns(
     table, where = facts.table, problems.where
     if table is None:
         shape = "x".join(map(str, facts.shape))
-        raise DataError(f"{where} is a table, but the model takes samples of shape {shape}; {NO_TABLE}")
+        raise DataError(f"{where} is a table, but the model takes samples of shape {shape}; {NO_TABLE_HINT}")
     if absent := [c.name for c in table.columns if c.name not in names]:
         raise DataError(
             f"{where} lacks the column{'s'[: len(absent) > 1]} {', '.join(map(repr, absent))} that "

@@ -21,7 +21,7 @@ from fedloom.data.sources.rereading import (
     is_picture,
     read_at_random,
 )
-from fedloom.errors import ConfigError, DataError, NoSamples, cause_of
+from fedloom.errors import ConfigError, DataError, NoSamples, describe_cause
 from fedloom.seeds import preserve_rng
 
 FEATURE_TARGET_NAMES = (
@@ -188,7 +188,7 @@ def _iterate_user_dataset(obj: TorchDataset[Any], name: str, places: Sequence[in
             for count in range(len(obj)) if places is None else places:
                 yield obj[count]
     except Exception as error:
-        raise DataError(f"{name}: sample {count} cannot be read: {cause_of(error)}") from error
+        raise DataError(f"{name}: sample {count} cannot be read: {describe_cause(error)}") from error
 
 
 def iterate_pairs(

@@ -68,7 +68,7 @@ class SampleSet(NamedTuple):
         return cls(array, convert_to_plain_array(y, name), owners, columns=columns, dtype=dtype, are_pictures=pictures)
 
     @classmethod
-    def stacked(cls, stack: StackedSamples, name: str, **more: Any) -> SampleSet:
+    def create_from_stack(cls, stack: StackedSamples, name: str, **more: Any) -> SampleSet:
         """Create a set from stacked samples."""
         more |= {"dtype": stack.dtype, "are_pictures": stack.are_pictures}
         return cls(stack.x, convert_to_plain_array(stack.y, name), reader=stack.reader, **more)
@@ -200,7 +200,7 @@ def read_sample_set(obj: Any, target: Any, column: str | None, users: Any, name:
         )
     pairs = isinstance(obj, list) and all((isinstance(s, tuple) and len(s) == 2) or find_pair(s) for s in obj)
     if pairs and target is None:
-        return SampleSet.stacked(stack_samples(iterate_pairs(obj, name), name), name)
+        return SampleSet.create_from_stack(stack_samples(iterate_pairs(obj, name), name), name)
     if isinstance(obj, (np.ndarray, torch.Tensor, list, tuple)) or _is_array(obj):
         if target is None or isinstance(target, str):
             parts = obj if isinstance(obj, tuple) else ()
@@ -215,7 +215,7 @@ def read_sample_set(obj: Any, target: Any, column: str | None, users: Any, name:
             raise ConfigError(f"{name}: features without targets. Pass {cure}")
         return SampleSet.create(obj, target, name)
     if isinstance(obj, TorchDataset):
-        return SampleSet.stacked(stack_torch_dataset(obj, name), name, classes=_declared_classes(obj))
+        return SampleSet.create_from_stack(stack_torch_dataset(obj, name), name, classes=_declared_classes(obj))
     if is_frame(obj):
         raise ConfigError(
             f"{name}: a table cannot be a client. Join the tables, with a column that names the client, as in "
@@ -306,6 +306,6 @@ def _read_hub_sample_set(obj: Any, target: Any, column: str | None, users: str |
     note = f"fedloom reads the columns {x_name!r} and {y_name!r}, and ignores {beside}"
     notes = (note,) if beside and column is None else ()
     stack, owners = stack_hub_columns(obj, str(x_name), str(y_name), users, name)
-    return SampleSet.stacked(
+    return SampleSet.create_from_stack(
         stack, name, users=np.array(owners) if owners else None, classes=class_names(obj, y_name), notes=notes
     )

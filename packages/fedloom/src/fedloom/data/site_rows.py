@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.groups import describe_repeated_subjects, subjects_of
+from fedloom.data.groups import describe_repeated_subjects, get_subjects
 from fedloom.data.sources import Source
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.tables import Table
@@ -74,14 +74,14 @@ def rows_by_site(
     columns = column_names(data.prepare)
     if not columns:
         raise ConfigError(f"{data.name}: the target is the only remaining column, so there are no features")
-    x, y = numbers_of(data.prepare, data.x), data.y.reshape(len(data), -1).double()
+    x, y = extract_columns(data.prepare, data.x), data.y.reshape(len(data), -1).double()
     owner = torch.zeros(len(data), dtype=torch.long) if data.users is None else data.users
     held_out = torch.zeros(len(data), dtype=torch.bool) if test is None else _rows_with(data, *test)
     fitted = whole & ~held_out
     here = {int(k): rows for k in owner.unique() if bool((rows := fitted & (owner == k)).any())}
     names = [data.user_names[k] if data.users is not None else "all" for k in here]
     lost = int((~whole).sum())
-    units = subjects_of(data)
+    units = get_subjects(data)
     repeats = [] if units is None else describe_repeated_subjects(int(fitted.sum()), len(units[fitted].unique()))
     notes = [f"{lost} of {len(data)} rows have a missing cell and are omitted"] if lost else []
     sites = [(x[rows].numpy(), y[rows].numpy()) for rows in here.values()]
@@ -115,7 +115,7 @@ def column_names(table: Table) -> list[str]:
     ]
 
 
-def numbers_of(table: Table, x: Tensor) -> Tensor:
+def extract_columns(table: Table, x: Tensor) -> Tensor:
     """Return the values ``[N, p]`` of a regression's columns.
 
     If the level of a text column is missing, the row is treated as if it had the first level.

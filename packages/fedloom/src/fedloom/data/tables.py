@@ -46,13 +46,13 @@ def level_name(cell: object) -> str:
     return text if whole is None else whole[1]
 
 
-def number_of(cell: Any) -> float | None:
+def parse_number(cell: Any) -> float | None:
     """Return the number that a cell of a table represents. For any other cell, return None.
 
     A text is a number only if it is ASCII and does not contain ``_``. Python also reads 1_000 and digits of other
     scripts as numbers, but pandas and Arrow do not, and 1_0 could mean 10, 1.0 or a code.
 
-    >>> [number_of(cell) for cell in ("1e3", " 2 ", "True", 3, "1_000", "\u0661\u0662", "inf", "two")]
+    >>> [parse_number(cell) for cell in ("1e3", " 2 ", "True", 3, "1_000", "\u0661\u0662", "inf", "two")]
     [1000.0, 2.0, 1.0, 3.0, None, None, None, None]
     """
     if isinstance(cell, str):
@@ -71,9 +71,9 @@ def number_of(cell: Any) -> float | None:
 def is_number(cell: Any) -> bool:
     """Return True if a cell is a finite number written in digits.
 
-    Booleans are not treated as numbers (see `number_of`).
+    Booleans are not treated as numbers (see `parse_number`).
     """
-    return number_of(cell) is not None and not (isinstance(cell, str) and cell.strip().lower() in TRUTH_VALUES)
+    return parse_number(cell) is not None and not (isinstance(cell, str) and cell.strip().lower() in TRUTH_VALUES)
 
 
 class MissingMarkers:
@@ -170,7 +170,7 @@ class Table(Value):
         """Number of features q after the conversion."""
         return sum(max(column.levels, 1) + column.flag for column in self.columns)
 
-    def unmarked(self, x: Tensor) -> Tensor:
+    def replace_missing_markers(self, x: Tensor) -> Tensor:
         """Replace numbers that represent missing values in raw columns ``[N, p]`` by NaN."""
         marks = torch.tensor(markers_of(self.missing).numbers, dtype=x.dtype)
         numbers = torch.tensor([not column.levels for column in self.columns])
@@ -232,7 +232,7 @@ class Table(Value):
                 middle[k, 3:] = torch.stack([measured[:, 3].amin(), measured[:, 4].amax()])
         return middle
 
-    def strange(self, x: Tensor, fitted: Tensor) -> list[str]:
+    def note_outliers(self, x: Tensor, fitted: Tensor) -> list[str]:
         """Return notes on raw columns ``[N, p]`` with numbers far from the training data, given ``fitted [p, .]``.
 
         A number is far outside the bounds if it exceeds the training bounds by more than a standard deviation or, in a
@@ -269,7 +269,7 @@ class Table(Value):
         """Return the raw columns ``[N, p]`` whose numbers are mostly outside the training range.
 
         Such columns are in a different unit, or describe a different population. The bounds and ``fitted`` are the same
-        as in `strange`.
+        as in `note_outliers`.
         """
         far = []
         for k, column in enumerate(self.columns):

@@ -31,12 +31,12 @@ def tokenize_text(text: str, level: Level) -> Sequence[str]:
     return text if level == "character" else _WORD_PATTERN.findall(text.lower())
 
 
-def level_of(vocabulary: Sequence[str]) -> Level:
+def infer_level(vocabulary: Sequence[str]) -> Level:
     """Return "character" or "word", the kind of the entries of a vocabulary."""
     return "character" if all(len(token) == 1 for token in vocabulary[2:]) else "word"
 
 
-def vocabulary_of(texts: Iterable[str], level: Level, most: int | None = None, least: int = 1) -> tuple[str, ...]:
+def build_vocabulary(texts: Iterable[str], level: Level, most: int | None = None, least: int = 1) -> tuple[str, ...]:
     """Return a vocabulary: padding, the unknown token, and the tokens of the texts in alphabetical order.
 
     Args:
@@ -46,7 +46,7 @@ def vocabulary_of(texts: Iterable[str], level: Level, most: int | None = None, l
             ones are kept. None to keep all of them.
         least: minimum number of occurrences of a token.
 
-    >>> vocabulary_of(["abba", "ac"], "character", least=2)
+    >>> build_vocabulary(["abba", "ac"], "character", least=2)
     ('<pad>', '<unk>', 'a', 'b')
     """
     counts = Counter(chain.from_iterable(tokenize_text(text, level) for text in texts))
@@ -60,7 +60,7 @@ def encode_texts(texts: Sequence[str], vocabulary: Sequence[str], length: int) -
     Longer texts are shortened to their first words or their last characters. A text without tokens is represented by a
     single unknown token.
     """
-    level, code = level_of(vocabulary), {token: k for k, token in enumerate(vocabulary)}
+    level, code = infer_level(vocabulary), {token: k for k, token in enumerate(vocabulary)}
     out = np.zeros((len(texts), length), np.int32)
     for row, text in zip(out, texts, strict=True):
         tokens = tokenize_text(text, level)

@@ -22,7 +22,7 @@ from fedloom.engine.records import Records
 from fedloom.engine.setting import Setting
 from fedloom.engine.state import State, Times
 from fedloom.errors import ConfigError, RunDirError, Stop
-from fedloom.imports import source_of
+from fedloom.imports import digest_source
 from fedloom.models.spec import weights_content
 from fedloom.schedule import Trace
 from fedloom.storage.checkpoint import Checkpoints
@@ -101,7 +101,7 @@ class RunCheckpoints:
             notes = tuple(note for note in state.notes if note != UNATTACKED_NOTE)
             return ResumedRun(state.with_(records=records, notes=notes))
         stop = Stop[meta["stop"]] if meta["stop"] else None
-        ended = None if stop is None or stop.resumable else stop
+        ended = None if stop is None or stop.is_resumable else stop
         return ResumedRun(state, ended, meta["detail"], meta.get("diverged"), meta["more"])
 
     def _shorter(self, checkpoints: Checkpoints) -> int | None:
@@ -189,7 +189,7 @@ def fingerprint(job: Job) -> str:
             "engine": [*named.values(), job.chunk],
             "data": [job.eval_fed.data.checksum(), data.hexdigest(), job.fed.n],
             **_external_digests(job),
-            "user code": [s for code in _user_code(job.setting) if (s := source_of(code))],
+            "user code": [s for code in _user_code(job.setting) if (s := digest_source(code))],
         },
         sort_keys=True,
     )

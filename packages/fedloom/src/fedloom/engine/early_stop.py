@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from pydantic import Field, field_validator
 
-from fedloom.hints import unknown
+from fedloom.hints import unknown_name_error
 from fedloom.metrics import METRICS
 from fedloom.metrics import metric as facts
 from fedloom.values import Value
@@ -54,17 +54,17 @@ class EarlyStop(Value):
     @classmethod
     def _check_metric(cls, metric: str) -> str:
         if metric.partition("[")[0] not in METRICS:
-            raise unknown("metric", metric, METRICS)
+            raise unknown_name_error("metric", metric, METRICS)
         return metric
 
     result: Literal["last", "best"] = Field("last", description="round whose models and metrics become the result")
 
     def __call__(self, state: ScoredState) -> str | None:
         """Return a sentence that explains why the run should end, or None to continue."""
-        model, history = self._history(state.records)
+        model, history = self._monitored_values(state.records)
         if not history or history[-1][0] != state.round:
             return None
-        last = self._best(history)
+        last = self._best_index(history)
         if len(history) - 1 - last < self.patience:
             return None
         what = f"{model} {self.part} {self.metric}"
@@ -75,16 +75,16 @@ class EarlyStop(Value):
 
         Return None if the metric was not measured in round 1 or later.
         """
-        history = [(round, value) for round, value in self._history(records)[1] if round]
-        return history[self._best(history)][0] if history else None
+        history = [(round, value) for round, value in self._monitored_values(records)[1] if round]
+        return history[self._best_index(history)][0] if history else None
 
-    def _history(self, records: Records) -> tuple[str, list[tuple[int, float]]]:
+    def _monitored_values(self, records: Records) -> tuple[str, list[tuple[int, float]]]:
         """Return the monitored model and the pairs of a round and its metric value."""
         models = {r.model for r in records.items if self._is_mine(r)}
         model = self.model or ("personal" if "personal" in models else "global")
         return model, [(r.round, float(r.values[0])) for r in records.items if self._is_mine(r) and r.model == model]
 
-    def _best(self, history: list[tuple[int, float]]) -> int:
+    def _best_index(self, history: list[tuple[int, float]]) -> int:
         """Return the index of the best value. A later value must be better by more than ``min_delta``."""
         sign = -1.0 if facts(self.metric).higher_is_better else 1.0
         best, last = history[0][1], 0

@@ -100,7 +100,7 @@ def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: H
     try:
         stop, detail = loop.run()
     except RunStopped as error:
-        stop, detail, saves = error.reason, error.detail, not error.reason.resumable
+        stop, detail, saves = error.reason, error.detail, not error.reason.is_resumable
         loop.state = loop.state.with_(notes=(*loop.state.notes, *error.events))
     state, diverged, precision = loop.state, None, torch.finfo(job.oracle.dtype).eps
     loop.divergence.read(state.records, ended=True)
@@ -182,7 +182,7 @@ class _RunLoop:
         except RunStopped:
             self._review_round(before)
             raise
-        scored, _ = self._evaluated(before)
+        scored, _ = self._evaluate_state(before)
         self.state = state.with_(records=scored.records)
         self._review_round(scored)
 
@@ -204,11 +204,11 @@ class _RunLoop:
         Raises:
             RunStopped: the scores show that the run cannot continue.
         """
-        self.state, unusable = self._evaluated(self.state)
+        self.state, unusable = self._evaluate_state(self.state)
         if unusable:
             raise RunStopped(Stop.DIVERGED, unusable)
 
-    def _evaluated(self, state: State) -> tuple[State, str]:
+    def _evaluate_state(self, state: State) -> tuple[State, str]:
         start = time.perf_counter()
         scored, unusable = self._hooks.evaluate(state)
         if sentence := self.divergence.read(scored.records):

@@ -99,7 +99,7 @@ class JobFacts:
         return upload
 
     @property
-    def gathers(self) -> bool:
+    def gathers_rows(self) -> bool:
         """True if all uploads' rows are gathered instead of summed chunk by chunk."""
         return self.setting.aggregation_weights.probes or self.robust
 
@@ -157,7 +157,7 @@ class JobFacts:
         return [name for name, kind in self.fields.items() if kind.keeps]
 
     @property
-    def regroups(self) -> bool:
+    def reclusters(self) -> bool:
         """True if clients are clustered again during the run, which changes the client weights."""
         period = period_of(self.setting.client_weights)
         return period is not None and period < self.setting.rounds
@@ -169,8 +169,8 @@ class JobFacts:
         A robust rule needs these sums to account for changes in the clients' rows. If client weights change, weighted
         sums are recomputed from them.
         """
-        fields = self.fields.items() if self.robust or self.regroups else ()
-        whole = self.regroups and not self.robust
+        fields = self.fields.items() if self.robust or self.reclusters else ()
+        whole = self.reclusters and not self.robust
         return [name for name, kind in fields if kind.accumulates and (whole or kind.base.startswith("rows."))]
 
     @property

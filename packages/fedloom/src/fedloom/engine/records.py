@@ -240,16 +240,16 @@ class Divergence:
             if (record.part, record.metric) != (self._part, "loss" if self._robust else mean):
                 continue
             if record.total and not self._robust:
-                self._include(record.round, record.model, float(record.values[0]))
+                self._add_loss(record.round, record.model, float(record.values[0]))
             elif not record.total and self._robust and not np.isnan(record.values).all():
-                self._include(record.round, record.model, float(np.nanmedian(record.values)))
+                self._add_loss(record.round, record.model, float(np.nanmedian(record.values)))
         self._records_read = len(records.items)
         for model, beyond in self._beyond.items():
             if ended and beyond:
                 self._tell(model)
         return self.sentence if self.sentence != before else ""
 
-    def _include(self, round: int, model: str, loss: float) -> None:
+    def _add_loss(self, round: int, model: str, loss: float) -> None:
         self._first = round if self._first < 0 else self._first
         if round == self._first:
             self._start = max(self._start, loss if math.isfinite(loss) else 1.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedloom.algorithms import Algorithm
 from fedloom.choose import Sampler, Uniform
 from fedloom.errors import ConfigError, Refused
-from fedloom.hints import nearest
+from fedloom.hints import suggest_nearest
 from fedloom.local.batches import FixedBatches
 from fedloom.rows.layout import Layout
 
@@ -55,7 +55,7 @@ class Replay:
             more = [str(name) for name in self.initial if name not in shapes]
             if more:
                 buffers = "remove buffers, which start with the module's values: pass dict(MODULE.named_parameters())"
-                cure = buffers if shapes.keys() <= self.initial.keys() else nearest(more[0], shapes)
+                cure = buffers if shapes.keys() <= self.initial.keys() else suggest_nearest(more[0], shapes)
                 raise ConfigError(f"initial: the model has no parameter {more[0]!r}; {cure}")
             values = {
                 name: _convert_to_tensor(f"initial: parameter {name!r} must consist of numbers", value)

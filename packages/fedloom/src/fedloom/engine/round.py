@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedloom.engine.clients.forging import forge
 from fedloom.engine.clients.regroup import recluster_if_due
-from fedloom.engine.clients.uploads import Uploads, describe_usable, weights_of
+from fedloom.engine.clients.uploads import Uploads, compute_weights, describe_usable
 from fedloom.engine.job import Job
 from fedloom.engine.state import State
 from fedloom.errors import RunStopped, Stop, attribute_error
@@ -34,7 +34,7 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
     order = sort_by_samples(job, cohort)
     cohort, shares = cohort[order], times[order, None].double()
     if not job.setting.aggregation_weights.probes:
-        shares = shares * weights_of(job, state.weigher, None, job.ctx(t, cohort))[0]
+        shares = shares * compute_weights(job, state.weigher, None, job.ctx(t, cohort))[0]
     for store in job.stores.values():
         store.touch(cohort)
     if job.mixes:

@@ -43,8 +43,8 @@ def score_round(job: Job, clients: Clients, state: State) -> tuple[State, str]:
             models' training losses or, if training sets are not evaluated, their losses on any evaluated part.
     """
     job = job.replace_shares(state.shares)
-    scores, t = scores_of(job, clients, state), state.round
-    records = [*records_of(job, state, scores)]
+    scores, t = score_models(job, clients, state), state.round
+    records = [*make_records(job, state, scores)]
     if type(job.algorithm).diagnostics is not Algorithm.diagnostics:
         figures = clients.call_once(job.ctx(t).ids, lambda: compute_diagnostics(job, state))
         records += [Record.make_federation_record(t, "", "", name, figure) for name, figure in figures.items()]
@@ -86,7 +86,7 @@ def score_request(job: Job, state: State) -> ScoreRequest | None:
     return ScoreRequest(t, job.scored_ids, state.cohort, down, model, state.shares)
 
 
-def scores_of(job: Job, clients: Clients, state: State) -> Scores:
+def score_models(job: Job, clients: Clients, state: State) -> Scores:
     """Return every model's scores after a round, including the hybrid model's."""
     request = score_request(job, state)
     if request is None:
@@ -99,7 +99,7 @@ def scores_of(job: Job, clients: Clients, state: State) -> Scores:
     return scores | hybrid_scores(scores, job.setting.evaluate.select_on)
 
 
-def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
+def make_records(job: Job, state: State, scores: Scores) -> Iterator[Record]:
     """Yield a round's records: scores, total work so far, times, privacy cost, and clusters.
 
     The total work covers the training in all rounds and the training of the personal models that are evaluated after

@@ -11,13 +11,13 @@ from typing import Annotated, Any, ClassVar, Literal, TypedDict, Unpack
 from pydantic import AfterValidator, Field, PlainValidator, model_validator
 from torch import nn
 
-from fedloom.algorithms import REGISTRY, Algorithm, Preset, PresetMethod, role_of
+from fedloom.algorithms import REGISTRY, Algorithm, Preset, PresetMethod, get_role
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, Mixer, Sampler, SharesWeigher, Uniform, UniformWeigher, Weigher
 from fedloom.data.partitions import PARTITIONS, Partition
 from fedloom.engine.checks.moved import check_moved
 from fedloom.engine.early_stop import EarlyStop
 from fedloom.engine.tables import NamedMethod, SettingTable
-from fedloom.hints import KeyPlaces, unknown
+from fedloom.hints import KeyPlaces, unknown_name_error
 from fedloom.local import LocalSGD
 from fedloom.models import MODEL_CLASSES, Augment, ModelSpec, Softmax
 from fedloom.rows.aggregators import AGGREGATORS, Aggregator
@@ -25,7 +25,7 @@ from fedloom.rows.attacks import ATTACKS, Attack
 from fedloom.rows.channels import CHANNELS, Channel
 from fedloom.schedule import DEVICES, SCHEDULES, Devices, Schedule, Synchronous
 from fedloom.tasks import Objective
-from fedloom.values import Value, dump, fields_of, flatten_document, make
+from fedloom.values import Value, dump_value, fields_of, flatten_document, make
 
 Part = Literal["train", "validation", "test"]
 
@@ -287,7 +287,7 @@ class Setting(Value):
         options = {key: chosen.pop(key) for key in [*chosen] if key not in allowed}
         for key, value in options.items():
             if method is None or not (places.method or key == "defaults"):
-                raise unknown("key", key, places.keys, where, places.hint(key, value))
+                raise unknown_name_error("key", key, places.keys, where, places.hint(key, value))
         if method is not None:
             chosen["algorithm"] = NamedMethod.read(method, options, where, places).value
         for name in [name for name in chosen if name in tables]:
@@ -343,7 +343,7 @@ class Setting(Value):
         for name in type(self).model_fields:
             value = getattr(self, name)
             if name in tables and value is not None:
-                entries[name] = {**tables[name].kind(value), **dump(value)}
+                entries[name] = {**tables[name].kind(value), **dump_value(value)}
             elif name not in tables and name not in ("algorithm", "seed") and value is not None:
                 entries[name] = value
         if self.local.steps is not None:
@@ -353,7 +353,7 @@ class Setting(Value):
     def numbers(self) -> dict[str, Any]:
         """Return all values that affect a run's results, keyed by dotted name."""
         run = self.resolved()
-        algorithm = {"class": type(run.algorithm).__qualname__, **dump(run.method)}
+        algorithm = {"class": type(run.algorithm).__qualname__, **dump_value(run.method)}
         entries = flatten_document({**run.document(), "algorithm": algorithm, "seed": run.seed})
         free = {f"{name}.{key}" for name, table in type(self).tables().items() for key in table.base.free}
         return {key: value for key, value in entries.items() if key not in free}
@@ -365,8 +365,8 @@ class Setting(Value):
 
     @property
     def role(self) -> str:
-        """The method's role in a comparison (see `fedloom.algorithms.role_of`)."""
-        return role_of(self.algorithm)
+        """The method's role in a comparison (see `fedloom.algorithms.get_role`)."""
+        return get_role(self.algorithm)
 
     @property
     def pooled(self) -> bool:

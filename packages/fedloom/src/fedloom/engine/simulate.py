@@ -28,7 +28,7 @@ from fedloom.engine.setting import Choices, GivenModel, Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.engine.virtual.clock import flatten_results
-from fedloom.errors import ConfigError, Stop, entered, place_note, report_exit
+from fedloom.errors import ConfigError, Stop, adapt_wording, place_note, report_exit
 from fedloom.local.oracles.precision import isolate_torch_settings, make_repeatable
 from fedloom.local.rows import Fields
 from fedloom.outputs import check_output_folder
@@ -37,7 +37,7 @@ from fedloom.processes.pool import WorkerPool
 from fedloom.processes.rank_pool import RankPool
 from fedloom.processes.ranks import SINGLE_RANK, Ranks
 from fedloom.processes.signals import interruptible
-from fedloom.rundir import CHECKPOINTS_FOLDER, WORK_FOLDER, place_of
+from fedloom.rundir import CHECKPOINTS_FOLDER, WORK_FOLDER, as_path
 from fedloom.seeds import SERVER_CLIENT, as_global, generator, rng_states
 from fedloom.values import check_type, list_functions
 
@@ -134,7 +134,7 @@ def simulate(
         raise ConfigError(
             "an EarlyStop that is passed as a callback cannot keep the best round. Pass it as early_stop=EarlyStop(...)"
         )
-    place = None if folder is None else place_of(folder, "folder", ", or None for memory")
+    place = None if folder is None else as_path(folder, "folder", ", or None for memory")
     if place is not None:
         check_output_folder(
             place,
@@ -146,7 +146,7 @@ def simulate(
         raise ConfigError(f"ranks must come from fedloom.processes.distributed.join_ranks, got {ranks!r:.60}")
     mapping = {"model": model, "defaults": None if defaults == "default" else defaults, **choices}
     places = Setting.places(algorithm, keys=(*Setting.model_fields, "folder", "callbacks", "defaults"))
-    with entered("python"):
+    with adapt_wording("python"):
         if isinstance(algorithm, Setting):
             setting = Setting.read(mapping, places=places, base=algorithm)
         else:
@@ -261,8 +261,8 @@ def clients_of(job: Job) -> Iterator[LocalClients]:
     Their worker processes have enough shared memory for a download and a chunk's results.
     """
     row = job.oracle.layout.d * 8
-    down = (len(job.clients.template) + 8) * row * (job.n if job.mixes else 1) + 8 * job.n * job.regroups
-    up = (len(job.fields) + 1) * row * (job.chunk + 1 if job.gathers else 1)
+    down = (len(job.clients.template) + 8) * row * (job.n if job.mixes else 1) + 8 * job.n * job.reclusters
+    up = (len(job.fields) + 1) * row * (job.chunk + 1 if job.gathers_rows else 1)
     handlers = Handlers(
         train=_seed_before_call(
             job, lambda shared, task: train_chunk(job.replace_shares(shared[2]), *shared[:2], task)

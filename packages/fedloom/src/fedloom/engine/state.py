@@ -14,7 +14,7 @@ from fedloom.engine.clients.uploads import first_sums
 from fedloom.engine.job import Job
 from fedloom.engine.records import Records
 from fedloom.engine.virtual.clock import Clock
-from fedloom.local.rows import F, Fields, group_of, name_tensors, rebuild_rows
+from fedloom.local.rows import F, Fields, name_tensors, rebuild_rows, select_group
 from fedloom.processes.clients import CLIENT_COUNTS
 from fedloom.schedule import Stream
 
@@ -183,7 +183,7 @@ class State:
         """
 
         def like(value: F, name: str) -> F:
-            saved = group_of(tensors, name)
+            saved = select_group(tensors, name)
             return rebuild_rows(value, [saved[f].to(t.device) for f, t in zip(value._fields, value, strict=True)])
 
         return State(
@@ -191,16 +191,16 @@ class State:
             like(self.server, "server"),
             like(self.sampler, "sampler"),
             like(self.weigher, "weigher"),
-            group_of(tensors, "aggregator"),
-            group_of(tensors, "sums"),
+            select_group(tensors, "aggregator"),
+            select_group(tensors, "sums"),
             tensors["totals"],
             ParticipationTally(tensors["uploads"]),
             tensors["cohort"],
             int(tensors.get("trained", round)),
-            Records.read_tensors(group_of(tensors, "records")),
+            Records.read_tensors(select_group(tensors, "records")),
             tuple(notes),
             times,
-            None if self.clock is None else Clock.restored(group_of(tensors, "clock")),
+            None if self.clock is None else Clock.restored(select_group(tensors, "clock")),
             tensors.get("shares"),
         )
 
@@ -226,5 +226,5 @@ def initial_state(job: Job, server: Fields) -> State:
         records=records,
         notes=job.notes,
         clock=Clock() if job.setting.devices is not None or isinstance(job.setting.schedule, Stream) else None,
-        shares=job.alpha if job.regroups else None,
+        shares=job.alpha if job.reclusters else None,
     )

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from fedloom.algorithms import REGISTRY, Algorithm, Preset, PresetMethod
 from fedloom.engine.checks.moved import find_moved_key
 from fedloom.errors import ConfigError
-from fedloom.hints import METHOD_FORM, Hint, KeyPlaces, nearest, unknown
-from fedloom.imports import find_maker, importable, is_path
-from fedloom.models import MODEL_CLASSES, MODELS, Import, ModelSpec, spec_of
+from fedloom.hints import METHOD_FORM, Hint, KeyPlaces, suggest_nearest, unknown_name_error
+from fedloom.imports import find_import_path, find_maker, is_path
+from fedloom.models import MODEL_CLASSES, MODELS, Import, ModelSpec, make_spec
 from fedloom.models.imported import InProcessModel, wrap_model
 from fedloom.values import choose, fields_of, make, make_kind
 
@@ -55,7 +55,7 @@ class NamedMethod(NamedTuple):
         allowed = [*fields, *(places.keys if places and places.method else ())]
         for key, value in options.items():
             if key not in fields:
-                raise unknown("key", key, allowed, where, places.hint(key, value) if places else "")
+                raise unknown_name_error("key", key, allowed, where, places.hint(key, value) if places else "")
         if built is None:
             maker: Any = entry
             return cls(name, entry, make(maker, options, where, fields))
@@ -81,7 +81,7 @@ def name_method(method: Any, where: str = "") -> tuple[str, Any, Any]:
     if not issubclass(kind, Algorithm):
         raise ConfigError(f"{_value_prefix(where)}must be {METHOD_FORM}, got {method!r:.80}")
     name = next((name for name, entry in REGISTRY.items() if entry is kind), None)
-    return name or importable(kind) or kind.__qualname__, kind, built
+    return name or find_import_path(kind) or kind.__qualname__, kind, built
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class SettingTable:
         if not self.kinds:
             return f"write {name} = {{ KEY = VALUE }}; keys: {', '.join(self.base.model_fields)}"
         is_kind = isinstance(choice, str) and (choice in self.kinds or is_path(choice))
-        kind, kinds = (json.dumps(choice), "") if is_kind else ("KIND", f"; {nearest(choice, self.kinds)}")
+        kind, kinds = (json.dumps(choice), "") if is_kind else ("KIND", f"; {suggest_nearest(choice, self.kinds)}")
         return f"write {name} = {{ {self.key} = {kind} }}{kinds}"
 
     def kind(self, value: object) -> dict[str, str]:
@@ -208,7 +208,7 @@ def _read_model_table(options: Mapping[str, Any], where: str, hint: Hint) -> Mod
     if kind not in MODEL_CLASSES:
         saved = isinstance(kind, str) and kind.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors"))
         cure = "this file contains weights. Load them into a module, and pass the module" if saved else ""
-        raise unknown("model kind", kind, MODEL_CLASSES, where, cure=cure)
+        raise unknown_name_error("model kind", kind, MODEL_CLASSES, where, cure=cure)
     return make(
-        lambda **options_of_kind: spec_of(kind, **options_of_kind), rest, where, fields_of(MODEL_CLASSES[kind]), hint
+        lambda **options_of_kind: make_spec(kind, **options_of_kind), rest, where, fields_of(MODEL_CLASSES[kind]), hint
     )

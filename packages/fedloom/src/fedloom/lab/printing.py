@@ -15,8 +15,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from fedloom.errors import printable
-from fedloom.formats import UNKNOWN_DASH, option, pair
+from fedloom.errors import escape_controls
+from fedloom.formats import UNKNOWN_DASH, format_option, format_pair
 from fedloom.lab.report.naming import describe_figure, lowercase_title
 from fedloom.lab.report.tables import column_of, headline_metrics, render_measured
 from fedloom.metrics import leading, metric
@@ -54,7 +54,7 @@ def print_texts(
             leave too little space for the other columns, those columns are printed below each name.
         lead: number of columns that each block repeats. 0 means all columns before the first one in ``right``.
     """
-    texts = [[printable(text) for text in row] for row in rows]
+    texts = [[escape_controls(text) for text in row] for row in rows]
     console = _Output()
     if not console.is_terminal:
         console.width = width
@@ -194,9 +194,9 @@ def print_rows(rows: Sequence[Mapping[str, object]], first: Sequence[str] = (), 
     """
     columns = list(dict.fromkeys([*first, *(name for row in rows for name in row)]))
     numbers = [name for name in columns if any(isinstance(row.get(name), int | float) for row in rows)]
-    cells = [[UNKNOWN_DASH if row.get(name) is None else option(row[name]) for name in columns] for row in rows]
+    cells = [[UNKNOWN_DASH if row.get(name) is None else format_option(row[name]) for name in columns] for row in rows]
     print_texts(columns, cells, right=numbers, width=width, lead=len(first))
 
 
 def _figure_text(name: str, mean: float | None, half: float | None) -> str:
-    return pair(*render_measured(name, math.nan if mean is None else mean, math.nan if half is None else half))
+    return format_pair(*render_measured(name, math.nan if mean is None else mean, math.nan if half is None else half))

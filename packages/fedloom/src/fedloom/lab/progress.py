@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from fedloom.formats import duration, significant
+from fedloom.formats import format_duration, format_significant
 from fedloom.metrics import METRICS, leading
 
 if TYPE_CHECKING:
@@ -82,11 +82,11 @@ def count_progress(rounds: int | Mapping[str, int], after: str = "") -> Iterator
             else:
                 if key not in rows:
                     rows[key] = bars.add_task(_run_name(event), total=event.rounds, line="")
-                left = runs.remaining_of(event)
-                words = [runs.figures.get(key, ""), "" if left is None else f"{duration(left / 60)} left"]
+                left = runs.estimate_run_remaining(event)
+                words = [runs.figures.get(key, ""), "" if left is None else f"{format_duration(left / 60)} left"]
                 bars.update(rows[key], completed=event.round, line=", ".join(filter(None, words)))
             left = runs.estimate_remaining()
-            line_of_all = runs.closing_text or ("" if left is None else f"about {duration(left / 60)} left")
+            line_of_all = runs.closing_text or ("" if left is None else f"about {format_duration(left / 60)} left")
             bars.update(everything, completed=sum(runs.done.values()), line=line_of_all)
 
         yield hear
@@ -151,11 +151,11 @@ class _RunsProgress:
         needed = {label for label, rounds in open_.items() if rounds > 0}
         if not needed <= self._pace.keys():
             return None
-        alone = [self.remaining_of(event) or 0.0 for event in self._going.values()]
+        alone = [self.estimate_run_remaining(event) or 0.0 for event in self._going.values()]
         work = sum(open_[label] * self._pace[label] for label in needed)
         return max([work / max(1, len(alone)), *alone])
 
-    def remaining_of(self, event: Event) -> float | None:
+    def estimate_run_remaining(self, event: Event) -> float | None:
         """Return the estimated time in seconds until a run ends, or None while it is unknown."""
         return None if event.pace is None else (event.rounds - event.round) * event.pace
 
@@ -180,13 +180,13 @@ class _ProgressLines:
         if key in self._ended or event.status == "interrupted" or (not (end or event.status) and self._must_wait(now)):
             return
         self._ended |= {key} if end or event.status else set()
-        self._last, left, left_of_run = now, self._runs.estimate_remaining(), self._runs.remaining_of(event)
+        self._last, left, left_of_run = now, self._runs.estimate_remaining(), self._runs.estimate_run_remaining(event)
         parts = [f"round {event.round}/{event.rounds}", self._runs.figures.get(key, "")]
         parts += [event.status] if event.status and not end else []
         if left is not None and left >= 0.5:
-            parts.append(f"about {duration(left / 60)} left")
+            parts.append(f"about {format_duration(left / 60)} left")
         elif left_of_run is not None and not end:
-            parts.append(f"about {duration(left_of_run / 60)} left of this run")
+            parts.append(f"about {format_duration(left_of_run / 60)} left of this run")
         print_remark(f"{_run_name(event)}: {', '.join(filter(None, parts))}")
         if self._runs.closing_text:
             print_remark(self._runs.closing_text)
@@ -240,14 +240,14 @@ class _NotebookLine:
             f"{_run_name(event)}, round {event.round}/{event.rounds}",
             self._runs.figures.get((event.label, event.seed), ""),
         ]
-        words += [] if left is None else [f"about {duration(left / 60)} left"]
+        words += [] if left is None else [f"about {format_duration(left / 60)} left"]
         text = f"{done}/{total} rounds: {', '.join(filter(None, words))}"
         self._show(NotebookOutput(f'<progress value="{done}" max="{total}"></progress> {escape(text)}', text))
 
     def end(self) -> None:
         """Replace the progress bar with a summary."""
         count = len(self._runs.done)
-        text = f"{count} run{'' if count == 1 else 's'} in {duration((time.monotonic() - self._began) / 60)}"
+        text = f"{count} run{'' if count == 1 else 's'} in {format_duration((time.monotonic() - self._began) / 60)}"
         text = f"interrupted: {count - len(self._cut)} of {text}" if self._cut else text
         self._show(NotebookOutput(escape(text), text))
 
@@ -271,7 +271,7 @@ def _latest_metrics(event: Event) -> str:
         by_name = {name: value for name, value in by_metric.items() if value is not None}
         if by_name:
             texts = [
-                f"{name} {significant(by_name[name])}"
+                f"{name} {format_significant(by_name[name])}"
                 for name in dict.fromkeys(("loss", leading(by_name)))
                 if name in by_name
             ]

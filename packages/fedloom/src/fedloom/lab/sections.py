@@ -4,7 +4,7 @@ A section is created by a function ``(runs, rows, lead) -> Section | None``, whi
 the group ``fedloom.sections`` under the name of the analysis kind.
 """
 
-from fedloom.lab.report.comparison.contenders import contenders_of
+from fedloom.lab.report.comparison.contenders import select_run_contenders
 from fedloom.lab.report.comparison.gains import federated_leader, site_estimate, values_by_seed
 from fedloom.lab.report.csv_files import render_csv
 from fedloom.lab.report.markup import render_scrolling_table
@@ -16,7 +16,20 @@ from fedloom.lab.report.sections import Section, plain_section
 from fedloom.lab.report.tables import cell_text
 
 __all__ = [
-    "Estimate", "Row", "Run", "Section", "cell_text", "contenders_of", "describe_figure", "federated_leader",
-    "plain_section", "read_columns", "render_csv", "render_scrolling_table", "rows_where", "site_estimate", "titled",
+    "Estimate",
+    "Row",
+    "Run",
+    "Section",
+    "cell_text",
+    "describe_figure",
+    "federated_leader",
+    "plain_section",
+    "read_columns",
+    "render_csv",
+    "render_scrolling_table",
+    "rows_where",
+    "select_run_contenders",
+    "site_estimate",
+    "titled",
     "values_by_seed",
 ]  # fmt: skip

@@ -129,7 +129,7 @@ def decays_itself(local: LocalSGD) -> bool:
     return _takes_decay(local.optimizer_class)
 
 
-def slots_of(local: LocalSGD, layout: Layout, like: Tensor) -> list[Slot]:
+def find_slots(local: LocalSGD, layout: Layout, like: Tensor) -> list[Slot]:
     """Find the entries of an optimizer's state for one client by taking a step with a zero gradient.
 
     Args:

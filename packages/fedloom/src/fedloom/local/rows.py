@@ -79,7 +79,7 @@ def _walk_tree(tree: object, name: str) -> Iterator[tuple[str, Tensor]]:
         raise AssertionError(f"{name or 'a state'} must contain tensors in NamedTuples, got {type(tree).__name__}")
 
 
-def group_of(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+def select_group(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """Return the tensors named ``name.field`` by `name_tensors`, keyed by field."""
     return {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
 

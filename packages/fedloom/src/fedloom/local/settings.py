@@ -11,8 +11,8 @@ import torch
 from pydantic import AfterValidator, Field, model_validator
 
 from fedloom.errors import ConfigError
-from fedloom.hints import nearest
-from fedloom.imports import find_class, importable, is_path
+from fedloom.hints import suggest_nearest
+from fedloom.imports import find_class, find_import_path, is_path
 from fedloom.values import Value
 
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
@@ -39,7 +39,7 @@ def _check_optimizer(name: str) -> str:
     if is_path(name):
         find_class(name, "optimizer", torch.optim.Optimizer)
     elif name not in OPTIMIZERS:
-        raise ValueError(f"unknown optimizer {name!r}; {nearest(name, OPTIMIZERS)}, or use an import path")
+        raise ValueError(f"unknown optimizer {name!r}; {suggest_nearest(name, OPTIMIZERS)}, or use an import path")
     return name
 
 
@@ -102,7 +102,7 @@ class LocalSGD(Value):
             return options
         name = options.get("optimizer")
         if isinstance(name, type):
-            name = importable(name) or name.__qualname__
+            name = find_import_path(name) or name.__qualname__
             options = {**options, "optimizer": name}
         return {"weight_decay": ADAMW_DECAY, **options} if ADAMW_PATTERN.fullmatch(str(name)) else options
 

@@ -291,7 +291,7 @@ class Work:
 
         Args:
             w: model, ``[d]`` or ``[m, d]``.
-            group: column with two levels, or a column with a threshold (see `fedloom.data.groups.groups_of`).
+            group: column with two levels, or a column with a threshold (see `fedloom.data.groups.make_group_masks`).
 
         Raises:
             ConfigError: the task is not binary, the column was not kept, or it does not define two groups.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fedloom.hints import unknown
-from fedloom.lazy import lister
+from fedloom.hints import unknown_name_error
+from fedloom.lazy import make_dir
 from fedloom.models.adapters import Adapters, add_adapters, merge_adapters
 from fedloom.models.augment import Augment
 from fedloom.models.dropout import Dropout
-from fedloom.models.factors import Factorised, factorise, thin
+from fedloom.models.factors import Factorized, factorize, make_thin_copy
 from fedloom.models.guided import Guided
 from fedloom.models.hub import Hub
 from fedloom.models.imported import Import
@@ -35,15 +35,15 @@ MODEL_CLASSES: dict[str, type[ModelSpec]] = {**MODELS, **{name: preset_class(nam
 """Classes for all kinds in `MODELS` and all networks in `PAPER_NETWORKS`, with a run's default values."""
 
 
-def spec_of(kind: str, **options: object) -> ModelSpec:
+def make_spec(kind: str, **options: object) -> ModelSpec:
     """Return the specification of a kind in `MODELS` or a name in `PAPER_NETWORKS`, with the given fields changed.
 
     Raises:
         ConfigError: the kind or a field is unknown, or a value is out of range.
 
-    >>> spec_of("mlp", hidden=[64]).hidden
+    >>> make_spec("mlp", hidden=[64]).hidden
     (64,)
-    >>> spec_of("lenet", padding=2).hidden
+    >>> make_spec("lenet", padding=2).hidden
     (120, 84)
     """
     if kind in MODELS:
@@ -51,14 +51,38 @@ def spec_of(kind: str, **options: object) -> ModelSpec:
     if kind in PAPER_NETWORKS:
         changed: ModelSpec = PAPER_NETWORKS[kind].with_(**options)
         return changed
-    raise unknown("model", kind, [*MODELS, *PAPER_NETWORKS])
+    raise unknown_name_error("model", kind, [*MODELS, *PAPER_NETWORKS])
 
 
 __all__ = [
-    "CNN", "LSTM", "MIXING", "MLP", "MODELS", "MODEL_CLASSES", "PAPER_NETWORKS", "Adapters", "Augment", "Dropout",
-    "Factorised", "Guided", "Hub", "Import", "Mixture", "ModelSpec", "ResNet18", "Softmax", "Transformer", "WithMemory",
-    "add_adapters", "factorise", "head_prefixes", "log_probabilities", "merge_adapters", "penultimate_layer", "spec_of",
-    "thin",
+    "CNN",
+    "LSTM",
+    "MIXING",
+    "MLP",
+    "MODELS",
+    "MODEL_CLASSES",
+    "PAPER_NETWORKS",
+    "Adapters",
+    "Augment",
+    "Dropout",
+    "Factorized",
+    "Guided",
+    "Hub",
+    "Import",
+    "Mixture",
+    "ModelSpec",
+    "ResNet18",
+    "Softmax",
+    "Transformer",
+    "WithMemory",
+    "add_adapters",
+    "factorize",
+    "head_prefixes",
+    "log_probabilities",
+    "make_spec",
+    "make_thin_copy",
+    "merge_adapters",
+    "penultimate_layer",
 ]  # fmt: skip
 
-__dir__ = lister(__name__)
+__dir__ = make_dir(__name__)

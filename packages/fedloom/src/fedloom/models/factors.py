@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedloom.errors import ConfigError
 
 
-class Factorised(NamedTuple):
+class Factorized(NamedTuple):
     """Model with factorized layers.
 
     Attributes:
@@ -28,7 +28,7 @@ class Factorised(NamedTuple):
     ranks: dict[str, int]
 
 
-def factorise(module: nn.Module, rank: int | None = None, tolerance: float = 1e-6) -> Factorised:
+def factorize(module: nn.Module, rank: int | None = None, tolerance: float = 1e-6) -> Factorized:
     """Replace each `nn.Linear` and `nn.Conv2d` by two thinner layers if they have fewer parameters (FedSLR, Table 9).
 
     A convolution ``[o, i, k, l]`` is treated as the matrix ``[o*k, i*l]`` (FedSLR, section 3). It is replaced by a
@@ -66,11 +66,11 @@ def factorise(module: nn.Module, rank: int | None = None, tolerance: float = 1e-
         root = s[:r].sqrt()
         ranks[name] = r
         thin.set_submodule(name, _factor_layers(layer, u[:, :r] * root, root[:, None] * vh[:r]))
-    return Factorised(thin, _count_parameters(thin), _count_parameters(module), ranks)
+    return Factorized(thin, _count_parameters(thin), _count_parameters(module), ranks)
 
 
-def thin(module: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
-    """Return a copy of a module with factorized layers, which can load a state dict of the result of `factorise`.
+def make_thin_copy(module: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
+    """Return a copy of a module with factorized layers, which can load a state dict of the result of `factorize`.
 
     Args:
         module: model before it is factorized.

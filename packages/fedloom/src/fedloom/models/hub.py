@@ -8,7 +8,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from fedloom.errors import ConfigError, cause_of
+from fedloom.errors import ConfigError, describe_cause
 from fedloom.models.imported import try_out
 from fedloom.models.sequences import HeadInputSelection, TokenModelSpec
 
@@ -53,7 +53,9 @@ class Hub(TokenModelSpec):
                 options = {"vocab_size": vocabulary, **{k: v for k, v in self.config.items() if k != "model_type"}}
                 body = AutoModel.from_config(AutoConfig.for_model(self.config["model_type"], **options))
         except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-            raise ConfigError(f"model hub: {what!r} cannot be created ({cause_of(error).splitlines()[0]})") from error
+            raise ConfigError(
+                f"model hub: {what!r} cannot be created ({describe_cause(error).splitlines()[0]})"
+            ) from error
         tokens = body.get_input_embeddings().num_embeddings
         if tokens < vocabulary:
             raise ConfigError(

@@ -17,8 +17,8 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from fedloom.errors import ConfigError, cause_of
-from fedloom.imports import IMPORT_PATH_PATTERN, find_maker, importable, text_of
+from fedloom.errors import ConfigError, describe_cause
+from fedloom.imports import IMPORT_PATH_PATTERN, find_import_path, find_maker, read_source_text
 from fedloom.models.parts import BATCH_STATISTICS
 from fedloom.models.spec import ModelSpec
 
@@ -118,7 +118,7 @@ def describe_model(model: object) -> ModelSpec | None:
                 f"model {type(model).__name__!r} has no weights (device meta). Initialize the weights first"
             )
         kinds = {type(module): None for module in model.modules() if not type(module).__module__.startswith("torch")}
-        text = "".join(map(text_of, {type(model): None, **kinds}))
+        text = "".join(map(read_source_text, {type(model): None, **kinds}))
         digest = hashlib.blake2b(f"{model!r} {text}".encode(), digest_size=8)
         for name, value in model.state_dict().items():
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
@@ -128,11 +128,11 @@ def describe_model(model: object) -> ModelSpec | None:
         return model()
     if not callable(model) or isinstance(model, ModelSpec):
         return None
-    path, name = importable(model), getattr(model, "__qualname__", type(model).__qualname__)
+    path, name = find_import_path(model), getattr(model, "__qualname__", type(model).__qualname__)
     if path is not None:
         return Import(path=path)
     return InProcessModel(
-        name=name, digest=hashlib.blake2b(text_of(model).encode(), digest_size=8).hexdigest(), held=model
+        name=name, digest=hashlib.blake2b(read_source_text(model).encode(), digest_size=8).hexdigest(), held=model
     )
 
 
@@ -248,7 +248,7 @@ def try_out(
             module.train(training)
     if len(errors) == len(tries):
         raise ConfigError(
-            f"model {path!r} fails on samples of shape {shape}: {cause_of(errors[0])}",
+            f"model {path!r} fails on samples of shape {shape}: {describe_cause(errors[0])}",
             rule="model-fails",
             fix=_failure_advice(module, shape, errors[0]),
         ) from errors[0]
@@ -312,7 +312,7 @@ def _has_gradient(module: nn.Module, samples: Tensor) -> bool:
         return True
 
 
-def values_of(module: nn.Module) -> dict[str, object]:
+def read_values(module: nn.Module) -> dict[str, object]:
     """Return the buffers of a module, except batch statistics, and its attributes of `CHANGEABLE_TYPES`, by name."""
     values: dict[str, object] = {}
     for owner, m in module.named_modules():
@@ -328,10 +328,10 @@ def put_value(owner: nn.Module, name: str, value: object) -> None:
     if value is ABSENT_VALUE:
         vars(owner).pop(name, None)
     else:
-        setattr(owner, name, copy_of(value if before is None or not isinstance(value, Tensor) else value.to(before)))
+        setattr(owner, name, copy_value(value if before is None or not isinstance(value, Tensor) else value.to(before)))
 
 
-def copy_of(value: object) -> Any:
+def copy_value(value: object) -> Any:
     """Return a copy of a value. Tensors inside containers are also copied. Parameters are not copied."""
     if isinstance(value, Tensor):
         return value if isinstance(value, nn.Parameter) else value.detach().clone()
@@ -340,11 +340,11 @@ def copy_of(value: object) -> Any:
     same: Any = copy(value)  # keeps a deque's maxlen and a dictionary's default
     same.clear()
     if isinstance(value, dict):
-        same.update({key: copy_of(part) for key, part in value.items()})
+        same.update({key: copy_value(part) for key, part in value.items()})
     elif isinstance(value, set):
         same.update(value)
     else:
-        same.extend(map(copy_of, value))
+        same.extend(map(copy_value, value))
     return same
 
 
@@ -381,15 +381,15 @@ def _value_parts(value: object) -> list[object]:
 
 
 class ModuleValues:
-    """Record of the values of a module (see `values_of`), used to detect later changes."""
+    """Record of the values of a module (see `read_values`), used to detect later changes."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._before = {name: ValueRecord.record(value) for name, value in values_of(module).items()}
+        self._before = {name: ValueRecord.record(value) for name, value in read_values(module).items()}
 
     def changed(self) -> list[str]:
         """Return the names of the values that have been replaced or changed in place since they were recorded."""
-        now = values_of(self._module)
+        now = read_values(self._module)
         same = {name for name, mark in self._before.items() if mark.is_same(now.get(name, ABSENT_VALUE))}
         return [name for name in {**self._before, **now} if name not in same]
 
@@ -398,7 +398,7 @@ class ModuleValues:
 def restore_module_values(module: nn.Module) -> Iterator[None]:
     """After the block, restore all of a module's values that a forward pass changed."""
     values = ModuleValues(module)
-    copies = {name: copy_of(value) for name, value in values_of(module).items()}
+    copies = {name: copy_value(value) for name, value in read_values(module).items()}
     try:
         yield
     finally:

@@ -36,7 +36,7 @@ PAPER_NETWORKS: dict[str, ModelSpec] = {
     # LEAF, Shakespeare: 80 characters, padding and unknown; torch's layers have two biases each
     "leaf-shakespeare": LSTM(embedding=8, hidden=256, layers=2),  # 819,936
 }
-"""The entries are values: `fedloom.models.spec_of` returns an entry after changing some fields."""
+"""The entries are values: `fedloom.models.make_spec` returns an entry after changing some fields."""
 
 
 def preset_class(name: str) -> type[ModelSpec]:

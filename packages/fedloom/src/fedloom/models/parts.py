@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from fedloom.errors import ConfigError
-from fedloom.hints import nearest
+from fedloom.hints import suggest_nearest
 from fedloom.models.dropout import Dropout
 from fedloom.values import Value
 
@@ -172,6 +172,6 @@ def _declared_part(module: nn.Module, part: str) -> str | None:
     submodules = [submodule for submodule, _ in module.named_modules() if submodule]
     if name not in submodules:
         raise ConfigError(
-            f"{type(module).__name__}.{part} does not name a submodule: {name!r}; {nearest(name, submodules)}"
+            f"{type(module).__name__}.{part} does not name a submodule: {name!r}; {suggest_nearest(name, submodules)}"
         )
     return name

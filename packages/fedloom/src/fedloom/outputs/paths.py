@@ -18,7 +18,7 @@ LOCK_FILE = ".lock"
 """File that a process locks while it is using a run directory."""
 
 
-def draft_of(path: Path) -> Path:
+def draft_path(path: Path) -> Path:
     """Return the path of the temporary file that is written first and renamed when it is complete."""
     return path.with_name(f".{path.name}.tmp")
 
@@ -51,9 +51,9 @@ def check_output_file(
             deployment, or a file of a different kind.
         RunDirError: the folder of the path is a file or a broken link.
     """
-    from fedloom.rundir import place_of  # needs pydantic, which a site's process must not wait for
+    from fedloom.rundir import as_path  # needs pydantic, which a site's process must not wait for
 
-    path = _check_name(place_of(path, "path"))
+    path = _check_name(as_path(path, "path"))
     if path.is_symlink():
         raise ConfigError(
             f"{path} is a link to {path.readlink()}, and fedloom would replace that file. Remove the "
@@ -66,7 +66,7 @@ def check_output_file(
     if exists and not path.is_file():
         raise ConfigError(f"{path} is not a regular file. Give the path of a regular file")
     for name, read in _existing_inputs(inputs):
-        if _are_same_file(path, read) or _are_same_file(draft_of(path), read):
+        if _are_same_file(path, read) or _are_same_file(draft_path(path), read):
             raise ConfigError(f"{path} would overwrite {name}, which this call reads. Choose another path")
         if exists and _lies_in(path, read) and not kind.is_own(path):
             raise ConfigError(f"{path} is a file of {name}, which this call reads. Choose another path")
@@ -113,9 +113,9 @@ def check_output_folder(
         ConfigError: the folder is in a run directory or a deployment, or an input would be replaced or deleted.
         RunDirError: the folder is a file or a broken link.
     """
-    from fedloom.rundir import place_of  # needs pydantic, which a site's process must not wait for
+    from fedloom.rundir import as_path  # needs pydantic, which a site's process must not wait for
 
-    folder = _check_name(place_of(folder, "folder"))
+    folder = _check_name(as_path(folder, "folder"))
     check_folder(folder)
     whole = folder.resolve()
     _check_place(whole if entries is None else whole.parent, folder, whole, owns)

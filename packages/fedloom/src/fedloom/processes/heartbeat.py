@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from fedloom.errors import ConfigError
 
-BEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 """Number of seconds between two signs of life."""
 
 GRACE_SECONDS = 10.0
@@ -66,7 +66,7 @@ class RankWatch:
     def _run(self) -> None:
         last = dict.fromkeys(range(self.size), ("", time.monotonic()))
         count, failed = 0, math.inf
-        while not self._over.wait(BEAT_SECONDS):
+        while not self._over.wait(HEARTBEAT_SECONDS):
             count += 1
             try:
                 self._store.set(self._key(self.rank), str(count))
@@ -106,8 +106,8 @@ def _parse_timeout(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not seconds > BEAT_SECONDS:
+    if not seconds > HEARTBEAT_SECONDS:
         raise ConfigError(
-            f"{TIMEOUT_VARIABLE} must be a number of seconds greater than {BEAT_SECONDS:.0f}, got {text!r}"
+            f"{TIMEOUT_VARIABLE} must be a number of seconds greater than {HEARTBEAT_SECONDS:.0f}, got {text!r}"
         )
     return seconds

@@ -33,7 +33,7 @@ T = TypeVar("T")
 Handler = Callable[[Any, Any], Any]
 """Function that computes a result from ``(shared, task)``."""
 
-WATCH_SECONDS = 1.0
+WATCH_INTERVAL_SECONDS = 1.0
 """Number of seconds between two checks for workers that do not answer."""
 MIN_SILENCE_SECONDS, SILENCE_MULTIPLE = 10.0, 10
 """Minimum seconds, and multiple of the longest response time, before a silent worker is reported."""
@@ -172,7 +172,7 @@ class WorkerPool:
             self._send_tasks(waiting, list(busy.values()), *first)
             first = []
             silence.begin(worker for sent, worker in busy.values() if sent)
-            ready = wait([pipe for pipe, (sent, _) in busy.items() if sent], WATCH_SECONDS)
+            ready = wait([pipe for pipe, (sent, _) in busy.items() if sent], WATCH_INTERVAL_SECONDS)
             if not ready:
                 silence.look(worker for sent, worker in busy.values() if sent)
             done = list[tuple[int, R]]()

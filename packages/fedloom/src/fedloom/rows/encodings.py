@@ -26,7 +26,7 @@ from fedloom.errors import ConfigError, WireError
 from fedloom.rows.algebra import dequantize, ranks
 from fedloom.rows.fields import Field, Ranks
 
-FULL_WORD = 0xFFFFFFFF  # marks a matrix that is stored without factors
+WORD_MASK = 0xFFFFFFFF  # marks a matrix that is stored without factors
 
 
 class Encoding(Protocol):
@@ -44,7 +44,7 @@ class Encoding(Protocol):
         """Encode one row ``[n]`` as a payload."""
         ...
 
-    def admits(self, field: Field, length: int) -> bool:
+    def accepts_length(self, field: Field, length: int) -> bool:
         """Return True if a payload can have this length."""
         ...
 
@@ -78,7 +78,7 @@ class _Dense:
     def pack(self, field: Field, x: Tensor, ranks: Ranks | None) -> bytes:
         return raw_bytes(x)
 
-    def admits(self, field: Field, length: int) -> bool:
+    def accepts_length(self, field: Field, length: int) -> bool:
         return length == field.n * field.item
 
     def unpack(self, field: Field, payload: memoryview) -> Tensor:
@@ -98,7 +98,7 @@ class _Sparse:
         at = x.nonzero().squeeze(-1)
         return raw_bytes(x[at]) + raw_bytes(at.to(field.index))
 
-    def admits(self, field: Field, length: int) -> bool:
+    def accepts_length(self, field: Field, length: int) -> bool:
         k, rest = divmod(length, field.item + field.index.itemsize)
         return rest == 0 and k <= field.n
 
@@ -146,7 +146,7 @@ class _LowRank:
             k = min(int(rank[name]), r, c) if name in rank else 0
             factored = name in rank and k * (r + c) < r * c
             if name in rank:
-                table.append(k if factored else FULL_WORD)
+                table.append(k if factored else WORD_MASK)
             if factored:
                 u, s, vh = torch.linalg.svd(wide(matrices[name]), full_matrices=False)
                 payload += [raw_bytes((u[:, :k] * s[:k]).to(x.dtype)), raw_bytes(vh[:k].to(x.dtype))]
@@ -154,7 +154,7 @@ class _LowRank:
                 payload.append(raw_bytes(tree[name]))
         return np.asarray(table, "<u4").tobytes() + b"".join(payload)
 
-    def admits(self, field: Field, length: int) -> bool:
+    def accepts_length(self, field: Field, length: int) -> bool:
         return 4 * len(field.matrices) <= length <= 4 * len(field.matrices) + field.n * field.item
 
     def unpack(self, field: Field, payload: memoryview) -> Tensor:
@@ -165,17 +165,17 @@ class _LowRank:
         counts = []
         for name, shape in zip(layout.names, layout.shapes, strict=True):
             r, c = field.matrices.get(name, (0, 0))
-            k = table.get(name, FULL_WORD)
-            if k != FULL_WORD and k * (r + c) >= r * c:
+            k = table.get(name, WORD_MASK)
+            if k != WORD_MASK and k * (r + c) >= r * c:
                 raise WireError(f"matrix {name!r} {r} x {c} cannot have factors of rank {k}")
-            counts.append(shape.numel() if k == FULL_WORD else k * (r + c))
+            counts.append(shape.numel() if k == WORD_MASK else k * (r + c))
         if head + sum(counts) * field.item != len(payload):
             raise WireError(f"factors need {head + sum(counts) * field.item} bytes, got {len(payload)}")
         parts = torch.split(tensor_from_bytes(payload[head:], field.dtype), counts)
         tree, back = {}, {}
         for name, shape, part in zip(layout.names, layout.shapes, parts, strict=True):
-            k = table.get(name, FULL_WORD)
-            if k == FULL_WORD:
+            k = table.get(name, WORD_MASK)
+            if k == WORD_MASK:
                 tree[name] = part.view(shape)
             else:
                 r, c = field.matrices[name]
@@ -207,7 +207,7 @@ class _Packed:
         bits = np.stack([(codes.numpy() >> k & 1).astype(np.uint8) for k in range(field.bits)], -1)
         return raw_bytes(scale) + np.packbits(bits).tobytes()
 
-    def admits(self, field: Field, length: int) -> bool:
+    def accepts_length(self, field: Field, length: int) -> bool:
         return length == field.item + -(-field.n * field.bits // 8)
 
     def unpack(self, field: Field, payload: memoryview) -> Tensor:

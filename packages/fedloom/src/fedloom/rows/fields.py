@@ -90,7 +90,7 @@ class Field:
         assert self.layout is not None
         return self.layout.matrix_shapes
 
-    def travelling(self, rows: Tensor) -> Tensor:
+    def select_sent(self, rows: Tensor) -> Tensor:
         """Return the scalars ``[..., n]`` that are sent for values ``[..., *shape]``."""
         flat = rows.reshape((*rows.shape[: rows.dim() - len(self.shape)], prod(self.shape)))
         return flat if self.mask is None else flat[..., self.mask.reshape(-1)]

@@ -16,7 +16,7 @@ import torch
 from torch import Size, Tensor
 
 from fedloom.errors import LayoutError
-from fedloom.hints import nearest
+from fedloom.hints import suggest_nearest
 from fedloom.rows.algebra import ranks
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class Layout:
             dotted = [name for name in self.names if name == prefix or name.startswith(prefix.rstrip(".") + ".")]
             names = dotted or [name for name in self.names if name.startswith(prefix)]
             if not names or not prefix:
-                raise LayoutError(f"no parameter starts with {prefix!r}; {nearest(prefix, self._prefixes())}")
+                raise LayoutError(f"no parameter starts with {prefix!r}; {suggest_nearest(prefix, self._prefixes())}")
             chosen.update(names)
         return torch.cat(
             [torch.full((size,), name in chosen) for name, size in zip(self.names, self._sizes, strict=True)]
@@ -200,7 +200,9 @@ class Layout:
         Other parameters remain unchanged.
         """
         if extra := set(matrices) - set(self.matrix_shapes):
-            raise LayoutError(f"no matrix {sorted(extra)[0]!r}; {nearest(sorted(extra)[0], self.matrix_shapes)}")
+            raise LayoutError(
+                f"no matrix {sorted(extra)[0]!r}; {suggest_nearest(sorted(extra)[0], self.matrix_shapes)}"
+            )
         shapes, lead = dict(zip(self.names, self.shapes, strict=True)), rows.shape[:-1]
         for name, matrix in matrices.items():
             if matrix.shape != (*lead, *self.matrix_shapes[name]):

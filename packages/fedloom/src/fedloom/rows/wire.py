@@ -72,7 +72,7 @@ class Codec:
             if tuple(value.shape) != tuple(field.shape) or value.dtype != field.dtype:
                 got = f"{list(value.shape)} {value.dtype}"
                 raise WireError(f"field {name!r} must be {list(field.shape)} {field.dtype}, got {got}")
-            x = field.travelling(value.detach().cpu())
+            x = field.select_sent(value.detach().cpu())
             kind = field.encoding
             if (
                 kind in ("sparse", "lowrank")
@@ -169,7 +169,7 @@ class Codec:
         dense: int | Tensor = getattr(ENCODINGS["dense"], count)(field, value, ranks)
         if field.encoding == "dense":
             return dense
-        x = field.travelling(value) if field.encoding in ("sparse", "lowrank") else value
+        x = field.select_sent(value) if field.encoding in ("sparse", "lowrank") else value
         size: int | Tensor = getattr(ENCODINGS[field.encoding], count)(field, x, ranks)
         return size.cpu().clamp_max(dense) if isinstance(size, Tensor) else size
 
@@ -205,7 +205,7 @@ class Codec:
             if end <= len(data) and data[at : at + len(want)] == want:
                 length = int.from_bytes(data[end - 8 : end], "little")
                 encoding: Encoding = ENCODINGS[kind]
-                if not encoding.admits(field, length):
+                if not encoding.accepts_length(field, length):
                     raise WireError(f"field {name!r} ({kind}, {field.n} scalars) cannot be {length} bytes long")
                 return kind, length, end
         raise WireError(

@@ -212,7 +212,7 @@ class Checkpoints:
                 delete_files(text, data)
             raise
         kept = [*generations, generation][-self.keep :]
-        self._tidy(kept)
+        self._delete_old_generations(kept)
         for store in stores.values():
             store.prune(kept[0])
 
@@ -292,7 +292,7 @@ class Checkpoints:
             for store in stores.values():
                 store.reset()
             return None
-        self._tidy([g for g in self.generations() if g <= loaded.generation])
+        self._delete_old_generations([g for g in self.generations() if g <= loaded.generation])
         tensors = dict(loaded.tensors)
         for name, store in stores.items():
             prefix = f"{name}/"
@@ -334,7 +334,7 @@ class Checkpoints:
         except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError):
             return None
 
-    def _tidy(self, kept: list[int]) -> None:
+    def _delete_old_generations(self, kept: list[int]) -> None:
         names = {path.name for generation in kept for path in self._paths(generation)}
         extra = [p for p in self.folder.iterdir() if "checkpoint-" in p.name and p.name not in names]
         delete_files(*sorted(extra, key=lambda p: (p.suffix != ".json", p.name)))

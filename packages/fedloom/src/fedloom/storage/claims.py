@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from fedloom.errors import RunDirError
 from fedloom.storage import disk
-from fedloom.storage.files import explained, make_folder
+from fedloom.storage.files import convert_write_errors, make_folder
 
 PULSE_SECONDS = 5.0
 """Time in seconds between two increments of a counter."""
@@ -136,15 +136,15 @@ class Claims:
         Raises:
             CheckpointError: the write is rejected.
         """
-        place, newest = self.folder / unit, self._newest(unit)
+        place, newest = self.folder / unit, self._newest_attempt(unit)
         before = None if newest == 0 else place / str(newest)
         pulse = None if before is None else _read_pulse(before)
         dead = before is not None and _has_ended(pulse)
-        if before is not None and not dead and not self._expired(before, pulse):
+        if before is not None and not dead and not self._has_expired(before, pulse):
             return None
         attempt = place / str(newest + 1)
         make_folder(place)
-        with explained(attempt):
+        with convert_write_errors(attempt):
             disk.note_disk_step("create", attempt)
             try:
                 attempt.mkdir()
@@ -154,7 +154,7 @@ class Claims:
 
     def claimant(self, unit: str) -> Claimant | None:
         """Return the current owner of a unit, or else its last owner. If the unit was never claimed, return None."""
-        newest = self._newest(unit)
+        newest = self._newest_attempt(unit)
         pulse = _read_pulse(self.folder / unit / str(newest)) if newest else None
         if pulse is None:
             return None
@@ -171,7 +171,7 @@ class Claims:
 
         If there is no such state, return None.
         """
-        newest = self._newest(unit)
+        newest = self._newest_attempt(unit)
         attempt = self.folder / unit / str(newest)
         state = attempt / STATE_KEY
         return state if newest and state.is_dir() and _has_ended(_read_pulse(attempt)) else None
@@ -198,12 +198,12 @@ class Claims:
             self.folder.rename(waste)
         shutil.rmtree(waste, ignore_errors=True)
 
-    def _newest(self, unit: str) -> int:
+    def _newest_attempt(self, unit: str) -> int:
         with suppress(FileNotFoundError):
             return max((int(p.name) for p in (self.folder / unit).iterdir() if p.name.isdigit()), default=0)
         return 0
 
-    def _expired(self, attempt: Path, pulse: dict[str, Any] | None) -> bool:
+    def _has_expired(self, attempt: Path, pulse: dict[str, Any] | None) -> bool:
         """Return True if an attempt's counter has not changed for `EXPIRY_SECONDS` by the clock of this process."""
         counter, now = None if pulse is None else pulse["counter"], time.monotonic()
         value, since = self._seen.get(attempt, (..., now))
@@ -223,7 +223,7 @@ def publish(source: Path, target: Path) -> bool:
         CheckpointError: the write is rejected.
     """
     make_folder(target.parent)
-    with explained(target):
+    with convert_write_errors(target):
         disk.note_disk_step("rename", target)
         try:
             source.rename(target)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedloom.errors import CheckpointError, ConfigError, DamagedCheckpoint, RunDirError, check_folder, explain_os_error
-from fedloom.outputs import draft_of
+from fedloom.outputs import draft_path
 from fedloom.storage import disk
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ MAX_OPEN_ATTEMPTS = 100
 because some disks change the inode numbers of open files."""
 
 
-def explained(path: Path) -> AbstractContextManager[None]:
+def convert_write_errors(path: Path) -> AbstractContextManager[None]:
     """If a write inside the block fails, convert the error to a `CheckpointError`."""
     return explain_os_error(path, "Earlier results are intact", "run the same command again")
 
@@ -55,7 +55,7 @@ class FileSink(io.RawIOBase):
         disk.write_bytes(self._fd, self._path, disk.as_bytes(data), at)
 
 
-def content_of(path: Path, what: str = "", cure: str = "") -> bytes:
+def read_content(path: Path, what: str = "", cure: str = "") -> bytes:
     """Return the content of a regular file.
 
     Args:
@@ -83,7 +83,7 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
     if folder.exists():
         return
     missing = [*takewhile(lambda f: not f.exists(), (folder, *folder.parents))]
-    with explained(folder):
+    with convert_write_errors(folder):
         for path in reversed(missing):
             disk.note_disk_step("create", path)
             path.mkdir(mode if path == folder else 0o777, exist_ok=True)
@@ -128,10 +128,10 @@ def write_atomic(path: Path, content: Buffer | Callable[[FileSink], object]) -> 
         CheckpointError: the path is a folder, the disk is full, or the write is rejected. In this case, the old file is
             intact and no temporary file remains.
     """
-    with explained(path):
+    with convert_write_errors(path):
         if path.is_dir():
             raise CheckpointError(f"{path} is a folder, not a file. Give the path of a file, such as {path / 'NAME'}")
-        temporary = draft_of(path)
+        temporary = draft_path(path)
         with _open_draft(temporary) as fd:
             if callable(content):
                 content(FileSink(fd, temporary))
@@ -186,7 +186,7 @@ def _is_at(path: Path, fd: int) -> bool:
 def create_file(path: Path) -> None:
     """Create an empty file if the path does not exist. Raise a `CheckpointError` if the write is rejected."""
     if not path.exists():
-        with explained(path):
+        with convert_write_errors(path):
             os.close(disk.open_file(path, os.O_WRONLY | os.O_CREAT))
 
 
@@ -203,7 +203,7 @@ def append_synced(path: Path, pieces: Iterable[Buffer]) -> int:
     Raises:
         CheckpointError: the disk is full or the write is rejected. In this case, the file has its previous length.
     """
-    with explained(path):
+    with convert_write_errors(path):
         fd = disk.open_file(path, os.O_WRONLY)
         try:
             former = os.lseek(fd, 0, os.SEEK_END)
@@ -228,7 +228,7 @@ def append_line(path: Path, line: bytes) -> None:
     Raises:
         CheckpointError: the disk is full or the write is rejected. In this case, the file has its previous length.
     """
-    with explained(path), disk.check_regular_file(path).open("rb") as file:
+    with convert_write_errors(path), disk.check_regular_file(path).open("rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
         is_torn = file.read(1) not in (b"", b"\n")
     append_synced(path, [b"\n" * is_torn + line + b"\n"])
@@ -244,7 +244,7 @@ def delete_files(*paths: Path) -> None:
         CheckpointError: the deletion is rejected.
     """
     for path in paths:
-        with explained(path), suppress(FileNotFoundError):
+        with convert_write_errors(path), suppress(FileNotFoundError):
             disk.note_disk_step("unlink", path)
             path.unlink()
             disk.fsync_folder(path.parent)
@@ -264,7 +264,7 @@ class RowFile:
 
     def __init__(self, path: Path, length: int, new: bool) -> None:
         self.path = path
-        with explained(path):
+        with convert_write_errors(path):
             if not new and (not path.exists() or path.stat().st_size != length):
                 raise DamagedCheckpoint(f"{path} is missing or is shorter than {length} bytes")
             self._fd = disk.open_file(path, os.O_RDWR | (os.O_CREAT | os.O_TRUNC if new else 0))
@@ -287,7 +287,7 @@ class RowFile:
 
         The bytes become durable only with `sync`.
         """
-        with explained(self.path):
+        with convert_write_errors(self.path):
             for data, at in pieces:
                 if not disk.is_watched():
                     done = os.pwritev(self._fd, data, at)
@@ -297,7 +297,7 @@ class RowFile:
 
     def sync(self) -> None:
         """Wait until the data written by all processes are on the disk."""
-        with explained(self.path):
+        with convert_write_errors(self.path):
             disk.fsync(self._fd, self.path)
 
     def close(self) -> None:

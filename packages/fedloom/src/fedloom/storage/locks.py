@@ -14,7 +14,7 @@ from pathlib import Path
 from fedloom.errors import RunDirError
 from fedloom.outputs import LOCK_FILE
 from fedloom.storage import disk
-from fedloom.storage.files import explained, make_folder
+from fedloom.storage.files import convert_write_errors, make_folder
 
 
 @contextmanager
@@ -37,12 +37,12 @@ def lock(folder: Path, wait: float = 5.0, *, joins: bool = False) -> Iterator[No
     """
     make_folder(folder)
     path, me = folder / LOCK_FILE, os.getpid()
-    with explained(path):
+    with convert_write_errors(path):
         fd = disk.open_file(path, os.O_RDWR | os.O_CREAT)
     try:
         _take_lock(fd, path, wait, joins=joins)
         if not joins:
-            with explained(path):
+            with convert_write_errors(path):
                 disk.truncate(fd, path, 0)
                 disk.write_bytes(fd, path, disk.as_bytes(f"{me} {socket.gethostname()}".encode()), 0)
         yield

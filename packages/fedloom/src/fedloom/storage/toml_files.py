@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import ConfigError
-from fedloom.storage.files import content_of
+from fedloom.storage.files import read_content
 
 MAX_TOML_DEPTH = 32
 """Maximum nesting depth of the tables and arrays in a TOML file."""
@@ -28,10 +28,10 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     if path.exists() and not path.is_file():
         kind = "is a folder" if path.is_dir() else "is a pipe, socket or device"
         raise ConfigError(f"cannot read the {what} {path}: it {kind}. Use the path of a TOML file")
-    return document_of(content_of(path, f"the {what}", "use the path of a TOML file"), path)
+    return parse_document(read_content(path, f"the {what}", "use the path of a TOML file"), path)
 
 
-def document_of(content: bytes, path: Path) -> dict[str, Any]:
+def parse_document(content: bytes, path: Path) -> dict[str, Any]:
     """Parse the content of a TOML file. A byte order mark at the beginning of the content is skipped.
 
     Raises:

@@ -13,8 +13,8 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from fedloom.errors import CodeError, ConfigError, FedloomError, FunctionError, cause_of
-from fedloom.hints import unknown
+from fedloom.errors import CodeError, ConfigError, FedloomError, FunctionError, describe_cause
+from fedloom.hints import unknown_name_error
 from fedloom.imports import UserFunction
 from fedloom.metrics import declare
 from fedloom.tasks.calibration import calibration
@@ -32,12 +32,12 @@ from fedloom.tasks.survival import Survival
 
 TASK_LOG = logging.getLogger("fedloom")
 
-Base = Classification | Binary | MultiLabel | Regression | Survival | Count
+BuiltinTask = Classification | Binary | MultiLabel | Regression | Survival | Count
 Kinds = Literal["classification", "binary", "multilabel", "regression", "survival", "count"]
 
 
-class Labelled(Protocol):
-    """Fields of a data set that `task_of` uses."""
+class LabeledData(Protocol):
+    """Fields of a data set that `make_task` uses."""
 
     @property
     def task(self) -> Kinds:
@@ -55,14 +55,14 @@ class Labelled(Protocol):
         ...
 
 
-def task_of(dataset: Labelled, objective: Objective = Objective()) -> Task:  # noqa: B008  # frozen
+def make_task(dataset: LabeledData, objective: Objective = Objective()) -> Task:  # noqa: B008  # frozen
     """Return the task that a data set declares, combined with the user's own objective.
 
     Raises:
         ConfigError: the data set's ``task`` is unknown, or the task does not support the objective's metrics, class
             weights or horizon.
     """
-    base: Base
+    base: BuiltinTask
     match dataset.task:
         case "classification":
             base = Classification(classes=len(dataset.classes))
@@ -77,12 +77,12 @@ def task_of(dataset: Labelled, objective: Objective = Objective()) -> Task:  # n
         case "count":
             base = Count()
         case other:
-            raise unknown("task", other, get_args(Kinds))
-    return base if objective == Objective() else Chosen.create(base, objective, tuple(dataset.classes))
+            raise unknown_name_error("task", other, get_args(Kinds))
+    return base if objective == Objective() else ChosenTask.create(base, objective, tuple(dataset.classes))
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenTask:
     """Task combined with a user-defined loss, metrics or class weights (see `Task`).
 
     Attributes:
@@ -92,13 +92,13 @@ class Chosen:
         extra: metrics of fedloom that are computed only on request.
     """
 
-    base: Base
+    base: BuiltinTask
     objective: Objective
     classes: tuple[str, ...]
     extra: tuple[str, ...]
 
     @classmethod
-    def create(cls, base: Base, objective: Objective, classes: tuple[str, ...]) -> Chosen:
+    def create(cls, base: BuiltinTask, objective: Objective, classes: tuple[str, ...]) -> ChosenTask:
         """Check the user's choices, and return the task.
 
         Raises:
@@ -224,7 +224,7 @@ def metric_labels(classes: Sequence[str]) -> list[str]:
     return names_of_metrics
 
 
-def _blank_outputs(base: Base) -> Tensor:
+def _blank_outputs(base: BuiltinTask) -> Tensor:
     if isinstance(base, Classification | Binary):
         return torch.zeros(0, dtype=torch.long)
     return torch.zeros(0, 2 if isinstance(base, Survival) else base.outputs)
@@ -240,7 +240,7 @@ def _check_weights(weights: object, classes: tuple[str, ...]) -> None:
     if isinstance(weights, Mapping):
         for name in weights:
             if name not in classes:
-                raise unknown("class", name, classes, "task.class_weights")
+                raise unknown_name_error("class", name, classes, "task.class_weights")
     elif isinstance(weights, tuple) and len(weights) != len(classes):
         raise ConfigError(
             f"task.class_weights contains {len(weights)} numbers for {len(classes)} classes ({', '.join(classes[:8])})",
@@ -268,12 +268,12 @@ def _score_each_client(scorer: UserFunction, what: str, output: Tensor, y: Tenso
             except CodeError as error:
                 if what != "metric":
                     raise
-                _warn_of_metric(scorer.display_name, f"{error}")
+                _warn_about_metric(scorer.display_name, f"{error}")
     return values
 
 
 @lru_cache(maxsize=64)
-def _warn_of_metric(_name: str, sentence: str) -> None:
+def _warn_about_metric(_name: str, sentence: str) -> None:
     """Log, once per process, that a metric could not be computed."""
     TASK_LOG.warning("%s. The value is NaN in these cases, and the run continues", sentence)
 
@@ -302,5 +302,5 @@ def compute_user_number(scorer: UserFunction, what: str, output: Tensor, y: Tens
             cure += ", here logits and classes. It may need outputs.squeeze(1) and targets.float()"
         raise FunctionError(
             f"{what} {scorer.display_name!r} fails on outputs {[*output.shape]} with targets {[*y.shape]}: "
-            f"{cause_of(error)}{cure}"
+            f"{describe_cause(error)}{cure}"
         ) from error

@@ -67,7 +67,7 @@ def mask_nonfinite_clients(values: dict[str, Tensor], output: Tensor, owner: Ten
     return {name: value.masked_fill(lost, torch.nan) for name, value in values.items()}
 
 
-def ranking(score: Tensor, y: Tensor, owner: Tensor, n: int) -> tuple[Tensor, Tensor]:
+def compute_rank_metrics(score: Tensor, y: Tensor, owner: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Return each client's AUROC and AUPRC. Equal scores are treated as a single threshold."""
     order = score.argsort(descending=True, stable=True)
     order = order[owner[order].argsort(stable=True)]
@@ -123,7 +123,7 @@ def class_metrics(
         figures |= {class_metric_name(name, label): values[:, k] for k, label in enumerate(names)}
     figures |= {name: COUNT_METRICS[name](true, guessed, hits) for name in COUNT_METRICS if name in wanted}
     if {"auroc_ovr", "auprc_ovr"} & {*wanted}:
-        each = [torch.stack(ranking(p[:, k], (y == k).double(), owner, n)) for k in range(classes)]
+        each = [torch.stack(compute_rank_metrics(p[:, k], (y == k).double(), owner, n)) for k in range(classes)]
         auroc, auprc = torch.stack(each).nanmean(0)
         figures |= {k: v for k, v in (("auroc_ovr", auroc), ("auprc_ovr", auprc)) if k in wanted}
     if "brier" in wanted:
@@ -153,7 +153,7 @@ def label_metrics(
     figures = label_counts(true, guessed, hits, names)
     if any(name.endswith(("_auroc", "_auprc")) for name in wanted):
         each = [
-            torch.stack(ranking(scores[some], label[some], owner[some], n))
+            torch.stack(compute_rank_metrics(scores[some], label[some], owner[some], n))
             for scores, label, some in zip(z.T, y.T, is_known.T, strict=True)
         ]
         for name, values in zip(("auroc", "auprc"), torch.stack(each, -1), strict=True):

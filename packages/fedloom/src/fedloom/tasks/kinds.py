@@ -18,13 +18,13 @@ from fedloom.tasks.figures import (
     CLASS_RATIOS,
     COUNT_METRICS,
     calibration_error,
+    compute_rank_metrics,
     count_by_class,
     label_metrics,
     macro_f1,
     mask_nonfinite_clients,
     owner_mean,
     owner_total,
-    ranking,
     select_labelled,
     to_float64,
 )
@@ -187,7 +187,7 @@ class Binary(TaskKind):
         z, y, owner = to_float64(output), y.cpu(), owner.cpu()
         guess, label = self.predict(z), y.double()
         both = owner_total((guess * y).double(), owner, n)
-        auroc, auprc = ranking(z.squeeze(-1), label, owner, n)
+        auroc, auprc = compute_rank_metrics(z.squeeze(-1), label, owner, n)
         values = {
             "loss": owner_mean(self.loss(z, y), owner, n),
             "accuracy": owner_mean((guess == y).double(), owner, n),

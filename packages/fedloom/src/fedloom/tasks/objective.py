@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema
 from torch import Tensor
 
-from fedloom.hints import unknown
-from fedloom.imports import IMPORT_PATH_PATTERN, UserFunction, function, is_path
+from fedloom.hints import unknown_name_error
+from fedloom.imports import IMPORT_PATH_PATTERN, UserFunction, is_path, load_function
 from fedloom.metrics import METRICS
 from fedloom.tasks.calibration import recalibration
 from fedloom.tasks.survival import fit_baseline
@@ -21,9 +21,9 @@ def _check_metric(choice: object) -> str | UserFunction:
     """Check a metric, which is a name in `fedloom.metrics.METRICS` or a user-defined function."""
     if isinstance(choice, str) and not is_path(choice):
         if choice not in METRICS:
-            raise unknown("metric", choice, METRICS)
+            raise unknown_name_error("metric", choice, METRICS)
         return choice
-    measure = function(choice, "metric")
+    measure = load_function(choice, "metric")
     if measure.short in METRICS:
         raise ValueError(
             f"metric {measure.short!r} has the same name as a fedloom metric. To use fedloom's metric, pass the name "
@@ -58,10 +58,10 @@ def _serialize_name(value: object) -> Any:
 
 NAMED_SERIALIZER = PlainSerializer(_serialize_name)
 OwnFunction = Annotated[
-    Any, PlainValidator(lambda loss: None if loss is None else function(loss, "loss")), NAMED_SERIALIZER,
+    Any, PlainValidator(lambda loss: None if loss is None else load_function(loss, "loss")), NAMED_SERIALIZER,
     WithJsonSchema({"type": "string", "pattern": IMPORT_PATH_PATTERN}),
 ]  # fmt: skip
-Measured = Annotated[Any, PlainValidator(_check_metric), NAMED_SERIALIZER, WithJsonSchema({"type": "string"})]
+MetricFunction = Annotated[Any, PlainValidator(_check_metric), NAMED_SERIALIZER, WithJsonSchema({"type": "string"})]
 Weights = Annotated[
     Any,
     PlainValidator(_check_class_weights),
@@ -87,7 +87,7 @@ class Objective(Value):
     """
 
     loss: OwnFunction = Field(None, description="custom loss: an import path, or a function")
-    metrics: tuple[Measured, ...] = Field(
+    metrics: tuple[MetricFunction, ...] = Field(
         (), description="additional metrics: names, or import paths of custom metrics"
     )
     class_weights: Weights = Field(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedloom.metrics import class_metric_name
-from fedloom.tasks.chosen import Chosen, metric_labels
+from fedloom.tasks.chosen import ChosenTask, metric_labels
 from fedloom.tasks.figures import CALIBRATION_BINS, CLASS_RATIOS, COUNT_METRICS, label_counts, owner_total, to_float64
 from fedloom.tasks.kinds import Binary, Classification, Count, MultiLabel, Regression, Task
 
@@ -24,7 +24,7 @@ MIN_TARGET_SPREAD = 1e-12
 target."""
 
 
-def sums_of(task: Task, output: Tensor, y: Tensor) -> Tensor:
+def compute_sums(task: Task, output: Tensor, y: Tensor) -> Tensor:
     """Compute the sums over some samples, as float64 ``[S]``. The first sum is the number of samples.
 
     Args:
@@ -62,7 +62,7 @@ def sums_of(task: Task, output: Tensor, y: Tensor) -> Tensor:
     return count
 
 
-def metrics_of(task: Task, sums: Tensor) -> dict[str, float]:
+def compute_metrics(task: Task, sums: Tensor) -> dict[str, float]:
     """Compute metrics from sums ``[S]``, keyed by the names that the task uses. If there are no samples, return {}."""
     base, (size, *rest) = base_of(task), sums.split([1, len(sums) - 1])
     if not float(size):
@@ -83,7 +83,7 @@ def metrics_of(task: Task, sums: Tensor) -> dict[str, float]:
     else:
         figures = {}
     named = metric_names(task)
-    own_loss = isinstance(task, Chosen) and task.objective.loss is not None
+    own_loss = isinstance(task, ChosenTask) and task.objective.loss is not None
     return {
         name: float(value)
         for name, value in figures.items()
@@ -93,12 +93,12 @@ def metrics_of(task: Task, sums: Tensor) -> dict[str, float]:
 
 def base_of(task: Task) -> Task:
     """Return the task that the data set declares, without the user's choices."""
-    return task.base if isinstance(task, Chosen) else task
+    return task.base if isinstance(task, ChosenTask) else task
 
 
 def sum_count(task: Task) -> int:
     """Return the number S of sums for a task."""
-    return len(sums_of(task, torch.zeros(0, task.outputs, dtype=torch.float64), _empty_targets(task)))
+    return len(compute_sums(task, torch.zeros(0, task.outputs, dtype=torch.float64), _empty_targets(task)))
 
 
 def metric_names(task: Task) -> list[str]:
@@ -119,7 +119,7 @@ def _class_sums(task: Task, size: Tensor, rest: Tensor) -> dict[str, Tensor]:
     binary = isinstance(base_of(task), Binary)
     classes = (len(rest) - 2 - CALIBRATION_BINS) // 3
     loss, gap, bins, true, guessed, hits = rest.split([1, 1, CALIBRATION_BINS, classes, classes, classes])
-    names: Sequence[str] = metric_labels(task.classes) if isinstance(task, Chosen) else ()
+    names: Sequence[str] = metric_labels(task.classes) if isinstance(task, ChosenTask) else ()
     each = {
         class_metric_name(what, name): ratio(true, guessed, hits)[k]
         for what, ratio in CLASS_RATIOS.items()

@@ -1,6 +1,6 @@
 """Tests for user-written parts: laws that parts must satisfy, problems with known optima, and a reference run."""
 
-from fedloom.lazy import lister
+from fedloom.lazy import make_dir
 from fedloom.local.rows import name_tensors
 from fedloom.testing.aggregators import check_aggregator
 from fedloom.testing.analyses import check_analysis
@@ -18,4 +18,4 @@ __all__ = [
     "laws_of", "locate_difference", "name_tensors", "personal_models",
 ]  # fmt: skip
 
-__dir__ = lister(__name__)
+__dir__ = make_dir(__name__)

@@ -25,7 +25,7 @@ from fedloom.analyses import (
     run_questions,
     sum_answers,
 )
-from fedloom.analyses.run import SumRecord, clients_of
+from fedloom.analyses.run import SumRecord, prepare_clients
 from fedloom.data.dataset import default_to_cpu
 from fedloom.errors import ConfigError, Refused
 from fedloom.seeds import generator
@@ -219,7 +219,7 @@ def check_analysis(
             name in ``without`` is not the name of a law.
     """
     check_arguments(analysis, Analysis, "fl.analyses.ANALYSES['table-1']()", ANALYSIS_LAWS, without)
-    schema, rows, _ = clients_of(clients, analysis)
+    schema, rows, _ = prepare_clients(clients, analysis)
     if len(rows) < 2:
         raise ConfigError("the laws of sums need at least two clients. Pass a federation or a mapping of clients")
     members = tuple(rows.values())

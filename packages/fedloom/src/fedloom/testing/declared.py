@@ -13,7 +13,7 @@ from fedloom.local.rows import map_rows, name_tensors
 from fedloom.seeds import generator
 from fedloom.testing.federate import ReferenceFederation, ReferenceState, begin, mixed, personal_models
 from fedloom.testing.problems import Problem
-from fedloom.testing.report import stage_of
+from fedloom.testing.report import find_stage
 from fedloom.testing.scene import (
     COHORT_HISTORY,
     LOCAL_SETTINGS,
@@ -37,7 +37,7 @@ def runs(s: Subject) -> None:
         personal_models(s.algorithm, Scene(s).fed, state)
         s.algorithm.global_model(state.server)
     except Exception as error:
-        if stage_of(error, Algorithm, METHOD_STAGES) is not None:  # other laws report invalid results
+        if find_stage(error, Algorithm, METHOD_STAGES) is not None:  # other laws report invalid results
             raise
 
 

@@ -37,7 +37,7 @@ from fedloom.testing.declared import (
 from fedloom.testing.federate import ReferenceState, mixed, play
 from fedloom.testing.network import Classifier
 from fedloom.testing.problems import TOY_LAYOUT
-from fedloom.testing.report import broken, model_of_laws, stage_of
+from fedloom.testing.report import describe_law_model, find_stage, law_error
 from fedloom.testing.scene import (
     COHORT_HISTORY,
     SCENE_COHORT,
@@ -265,11 +265,13 @@ def check_law(
     try:
         METHOD_LAWS[law](Subject(method, weigher or own_weigher, on or law_problem(layout)).derive_options())
     except Exception as error:
-        stage = stage_of(error, Algorithm, METHOD_STAGES)
+        stage = find_stage(error, Algorithm, METHOD_STAGES)
         cure = LAYOUT_HINT if isinstance(error, FedloomError) else LAW_HINTS[law]
         if law == runs.__name__:
-            cure = f"{cure}; {model_of_laws(layout if on is None else on.layout, None if on is None else on.classes)}"
-        raise broken(law, method, error, stage, cure, "" if on is None else " on a network") from error
+            cure = (
+                f"{cure}; {describe_law_model(layout if on is None else on.layout, None if on is None else on.classes)}"
+            )
+        raise law_error(law, method, error, stage, cure, "" if on is None else " on a network") from error
 
 
 @default_to_cpu()

@@ -17,7 +17,7 @@ from fedloom.errors import ConfigError
 from fedloom.local.oracles import Network, make_oracle
 from fedloom.rows.layout import Layout
 from fedloom.seeds import as_global, generator
-from fedloom.tasks import task_of
+from fedloom.tasks import make_task
 
 CLIENT_SIZES = (5, 2, 7, 4, 6)
 """Number of training samples at each client."""
@@ -130,7 +130,7 @@ class Classifier:
         none = Split(torch.zeros(0, dtype=torch.long), torch.zeros_like(offsets))
         parts = {"train": Split(torch.arange(len(self.x)), offsets), "validation": none, "test": none}
         fed = Federation(data, parts, tuple(map(str, range(self.n))), dtype=self.dtype)
-        return make_oracle(deepcopy(self.module).to(self.dtype), task_of(data), fed)
+        return make_oracle(deepcopy(self.module).to(self.dtype), make_task(data), fed)
 
 
 def _network() -> nn.Module:

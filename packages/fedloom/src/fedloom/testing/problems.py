@@ -194,21 +194,21 @@ class Problem:
         step, target = 1 / torch.linalg.eigvalsh(a)[-1], self.consensus()
         x = target
         for _ in range(10_000):
-            new = shrunk(x - step * (a @ (x - target)), penalty, step * strength, self.layout)
+            new = proximal_point(x - step * (a @ (x - target)), penalty, step * strength, self.layout)
             if torch.linalg.vector_norm(new - x) < 1e-15 * (1 + torch.linalg.vector_norm(x)):
                 return new
             x = new
         raise AssertionError(f"the reference solver did not converge on the {penalty} problem")
 
 
-def shrunk(x: Tensor, penalty: Penalty, t: Tensor | float, layout: Layout) -> Tensor:
+def proximal_point(x: Tensor, penalty: Penalty, t: Tensor | float, layout: Layout) -> Tensor:
     """Return the proximal point of t times the penalty at x ``[d]``, computed from the definition."""
     if penalty == "l1":
         return torch.where(x > t, x - t, torch.where(x < -t, x + t, torch.zeros_like(x)))
     matrices = {}
     for name, matrix in layout.matrices(x).items():
         u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-        matrices[name] = u @ torch.diag(shrunk(s, "l1", t, layout)) @ vh
+        matrices[name] = u @ torch.diag(proximal_point(s, "l1", t, layout)) @ vh
     return layout.replace_matrices(x, matrices)
 
 
@@ -233,7 +233,7 @@ class SampledQuadratic(Quadratic):
         valid = (batch.position >= 0)[:, :, None]
         return torch.where(valid, self.offset[batch.ids[:, None], batch.position.clamp(min=0)], 0.0), valid
 
-    def _gradient_of(self, w: Tensor, batch: Batch) -> Tensor:
+    def _compute_gradient(self, w: Tensor, batch: Batch) -> Tensor:
         """Return the mean of A_i (w - c_i - o_is) over the samples in the batch."""
         mean = self._offsets(batch)[0].sum(1) / batch.total
         share = batch.count.to(w) / batch.total

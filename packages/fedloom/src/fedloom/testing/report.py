@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedloom.errors import ConfigError, cause_of
-from fedloom.hints import unknown
+from fedloom.errors import ConfigError, describe_cause
+from fedloom.hints import unknown_name_error
 from fedloom.rows.layout import Layout
 from fedloom.testing.scene import demand
 
@@ -22,7 +22,7 @@ PACKAGE_FOLDER = Path(__file__).parents[1]
 """Folder that contains the code of fedloom."""
 
 
-def stage_of(error: BaseException, part: type, stages: Collection[str]) -> str | None:
+def find_stage(error: BaseException, part: type, stages: Collection[str]) -> str | None:
     """Return the outermost function of a part that raised an error, preferably in the author's code, or None.
 
     Args:
@@ -47,7 +47,9 @@ def _stage_of_code(code: CodeType, kind: type, stages: Collection[str]) -> str |
     return next((name for name in stages if getattr(getattr(kind, name, None), "__code__", None) is code), None)
 
 
-def broken(law: str, part: object, error: Exception, stage: str | None, cure: str, where: str = "") -> AssertionError:
+def law_error(
+    law: str, part: object, error: Exception, stage: str | None, cure: str, where: str = ""
+) -> AssertionError:
     """Return the error that reports the violation of a law.
 
     Args:
@@ -58,8 +60,8 @@ def broken(law: str, part: object, error: Exception, stage: str | None, cure: st
         cure: advice on how to fix the violation.
         where: text that starts with a space and names the problem used for the check.
     """
-    what = str(error) if isinstance(error, AssertionError) else f"stopped with {cause_of(error)}"
-    what = what if stage is None else f"{stage} stopped with {cause_of(error)}"
+    what = str(error) if isinstance(error, AssertionError) else f"stopped with {describe_cause(error)}"
+    what = what if stage is None else f"{stage} stopped with {describe_cause(error)}"
     return AssertionError(f"law {law}{where}, {part!r}: {what}; {cure}")
 
 
@@ -97,7 +99,7 @@ def hold(
         try:
             law(subject)
         except Exception as error:
-            raise broken(name_law(law), part, error, stage_of(error, base, stages), cure, where) from error
+            raise law_error(name_law(law), part, error, find_stage(error, base, stages), cure, where) from error
 
 
 def check_arguments(
@@ -113,7 +115,7 @@ def check_arguments(
     names = [name_law(law) for law in laws]
     for name in without:
         if name not in names:
-            raise unknown("law", name, names)
+            raise unknown_name_error("law", name, names)
 
 
 @contextmanager
@@ -134,7 +136,7 @@ def _global_states() -> dict[str, Any]:
     }
 
 
-def model_of_laws(layout: Layout, classes: int | None) -> str:
+def describe_law_model(layout: Layout, classes: int | None) -> str:
     """Return a sentence about the model that made a method fail. If ``classes`` is set, the model is a network."""
     shapes = zip(layout.names, layout.shapes, strict=True)
     parameters = ", ".join(f"{name} {[*shape]}" for name, shape in shapes)

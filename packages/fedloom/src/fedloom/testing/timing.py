@@ -102,7 +102,7 @@ def run_rounds(
     return simulate(method, federation() if fed is None else fed, devices=devices, schedule=schedule, **choices)
 
 
-def clock_of(result: Result) -> Clock:
+def get_clock(result: Result) -> Clock:
     """Return the clock of a run as it is at the end of the run."""
     assert result.state.clock is not None
     return result.state.clock
@@ -158,7 +158,7 @@ def nothing_later(method: object) -> None:
 
         schedule = Buffered(buffer=2)
         result = run_rounds(method, speeds, schedule, federation(other=other), rounds=3 * LAW_ROUNDS, callbacks=[note])
-        log = clock_of(result).history()
+        log = get_clock(result).history()
         first = min([first, *log[log[:, CLIENT_COLUMN] == client, 2].tolist()])
         uploads_of_runs.append(uploads)
     common = [k for k in uploads_of_runs[0].keys() & uploads_of_runs[1].keys() if k[0] != client and k[1] < first]
@@ -178,7 +178,7 @@ def conservation(method: object) -> None:
     result = run_rounds(method, devices, Synchronous())
     totals = dict(zip(CLIENT_COUNTS, result.state.totals.tolist(), strict=False))
     work = (totals["samples_backward"] + FORWARD_COST * totals["samples_forward"]) / 50
-    log = clock_of(result).history()
+    log = get_clock(result).history()
     messages = 0.25 * len(log) * sum(totals[name] > 0 for name in ("bytes_up", "bytes_down"))
     want = work + totals["bytes_up"] / 2e5 + totals["bytes_down"] / 1e5 + messages
     busy = log[:, BUSY_COLUMN].sum()
@@ -187,7 +187,7 @@ def conservation(method: object) -> None:
     for schedule in (Synchronous(), Deadline(seconds=1.0), OverSelection(factor=2), Buffered(buffer=2)):
         ended = run_rounds(method, LogNormal(present=0.5, period=1.5, latency=0.01), schedule)
         assert ended.job.fleet is not None
-        clock, use = clock_of(ended), divide_client_time(clock_of(ended), ended.job.fleet)
+        clock, use = get_clock(ended), divide_client_time(get_clock(ended), ended.job.fleet)
         for name, part in (("busy", use.busy), ("idle", use.idle), ("absent", use.absent)):
             demand(bool((part > -1e-9).all()), f"{schedule!r}: a client has negative {name} seconds; {WORK_HINT}")
         log = clock.history()
@@ -204,11 +204,11 @@ def permutation_of_devices(method: object) -> None:
     """Check that permuting clients together with their devices permutes the log, if all clients participate."""
     speeds, order = (90.0, 50.0, 20.0, 70.0, 110.0, 40.0, 30.0, 60.0), [3, 0, 7, 5, 1, 6, 2, 4]
     for schedule in (Synchronous(), OverSelection(factor=1.5), Buffered(buffer=3)):
-        plain = clock_of(run_rounds(method, Speeds(speeds=speeds), schedule)).history()
+        plain = get_clock(run_rounds(method, Speeds(speeds=speeds), schedule)).history()
         if isinstance(schedule, Synchronous) and len(plain) < N * LAW_ROUNDS:
             return  # samplers draw clients by number
         moved = Speeds(speeds=tuple(speeds[i] for i in order))
-        other = clock_of(run_rounds(method, moved, schedule, federation(order))).history()
+        other = get_clock(run_rounds(method, moved, schedule, federation(order))).history()
         other[:, CLIENT_COLUMN] = np.array(order)[other[:, CLIENT_COLUMN].astype(int)]
         one, two = (log[np.lexsort((log[:, CLIENT_COLUMN], log[:, VERSION_COLUMN]))] for log in (plain, other))
         alike = one.shape == two.shape and np.allclose(one, two, rtol=1e-9)
@@ -222,7 +222,7 @@ def scale_of_time(method: object) -> None:
         one, four = (run_rounds(method, Speeds(speeds=speeds, scale=c), make(c)) for c in (1.0, 4.0))
         same_models(one, four, f"{make(1.0)!r}: slower devices change the models; {CLIENT_STATES_HINT}")
         demand(
-            clock_of(four).now == 4 * clock_of(one).now,
+            get_clock(four).now == 4 * get_clock(one).now,
             f"{make(1.0)!r}: devices that are four times slower do not take four times as long; {CLIENT_STATES_HINT}",
         )
 
@@ -231,12 +231,12 @@ def silence(method: object) -> None:
     """Check that a device that never replies occupies its slot until the timeout and does not affect other uploads."""
     other_speeds = (50.0, 80.0, 70.0, 110.0, 40.0, 50.0, 60.0)
     speeds, answering = (0.0, *other_speeds), Speeds(speeds=(50.0, *other_speeds))
-    limit = 1.25 * float(clock_of(run_rounds(method, answering, Synchronous())).history()[:, BUSY_COLUMN].max())
+    limit = 1.25 * float(get_clock(run_rounds(method, answering, Synchronous())).history()[:, BUSY_COLUMN].max())
     schedule = Buffered(buffer=2, timeout=limit)
     one, two = (run_rounds(method, Speeds(speeds=speeds), schedule, federation(other=o), rounds=40) for o in (None, 0))
     for a, b in zip(one.state.server, two.state.server, strict=True):
         demand(torch.equal(a, b), f"the samples of a device that never answers change the model; {DOWNLOAD_HINT}")
-    log = clock_of(one).history()
+    log = get_clock(one).history()
     lost = log[log[:, FATE_COLUMN] == ReplyOutcome.LOST]
     demand(0 in lost[:, CLIENT_COLUMN], "a device that never answers is not recorded as lost")
     held = np.allclose(lost[:, END_COLUMN] - lost[:, START_COLUMN], limit)

@@ -11,13 +11,13 @@ from torch.nn.functional import pad
 
 from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.data.federation import Federation
-from fedloom.errors import ClientError, ConfigError, FedloomError, cause_of
+from fedloom.errors import ClientError, ConfigError, FedloomError, describe_cause
 from fedloom.local import Ctx, LocalSGD, Work
-from fedloom.local.optimizer import OptimizerStates, slots_of
+from fedloom.local.optimizer import OptimizerStates, find_slots
 from fedloom.local.oracles import Network, make_oracle
 from fedloom.local.rows import rows_of
 from fedloom.seeds import derive
-from fedloom.tasks import task_of
+from fedloom.tasks import make_task
 from fedloom.trained.model import ModelRecipe
 from fedloom.values import has_type
 
@@ -83,7 +83,7 @@ def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: 
         raise ConfigError(f"the run's schedule sets the learning rate to 0 in round {t + rounds}. Set lr")
     fed = fed.to(dtype=recipe.dtype)
     module = recipe.build()
-    oracle = make_oracle(module, task_of(fed.data, recipe.objective), fed)
+    oracle = make_oracle(module, make_task(fed.data, recipe.objective), fed)
     share = side.weight.mean()
     weight = torch.cat([side.weight, share[None, None]]) / (1 + share)
     sizes = torch.cat([side.sizes, oracle.sizes(torch.tensor([0]))[:, None].to(side.sizes)])
@@ -96,7 +96,7 @@ def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: 
     memory = None
     if side.local.optimizer_state == "persistent":
         like = oracle.layout.vector(oracle.module)
-        memory = OptimizerStates(like.new_zeros(1, 0), slots_of(side.local, oracle.layout, like))
+        memory = OptimizerStates(like.new_zeros(1, 0), find_slots(side.local, oracle.layout, like))
     try:
         for k in range(1, rounds + 1):
             memory = memory and memory.replace_rows(memory.rows)
@@ -108,7 +108,7 @@ def adapt_model(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: 
     except FedloomError:
         raise
     except Exception as error:
-        raise ClientError("adapting", t + rounds, [n], cause_of(error)) from error
+        raise ClientError("adapting", t + rounds, [n], describe_cause(error)) from error
     assert row is not None
     if not bool(row.isfinite().all()):
         raise ClientError(

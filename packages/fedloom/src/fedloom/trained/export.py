@@ -20,15 +20,15 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import new_rows
 from fedloom.data.sources.table.levels import Factors
 from fedloom.data.tables import Table, markers_of
-from fedloom.errors import ConfigError, DataError, LayoutError, cause_of
-from fedloom.hints import unknown
-from fedloom.models import factorise, merge_adapters
+from fedloom.errors import ConfigError, DataError, LayoutError, describe_cause
+from fedloom.hints import unknown_name_error
+from fedloom.models import factorize, merge_adapters
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder, write_atomic
 from fedloom.trained.files import FACTS_FILE, check_model_file
 from fedloom.trained.model import Model
 from fedloom.trained.program import check_archive
-from fedloom.trained.raw import RawModel, check_threshold, labels_of
+from fedloom.trained.raw import RawModel, check_threshold, decide_labels
 
 EXPORT_FORMATS = ("safetensors", "torch", "onnx")
 MISSING_CODE = -1
@@ -72,8 +72,8 @@ def export_model(
         force: True to also replace files of a different kind.
 
     Returns:
-        Ranks of the layers that were replaced by thin layers, keyed by layer name. `fedloom.models.thin` builds a
-            module with such layers.
+        Ranks of the layers that were replaced by thin layers, keyed by layer name. `fedloom.models.make_thin_copy`
+            builds a module with such layers.
 
     Raises:
         ConfigError: the format is unknown, the packages in the ``export`` extra are missing, the module cannot be
@@ -82,7 +82,7 @@ def export_model(
         CheckpointError: the disk is full or the write is rejected.
     """
     if format not in EXPORT_FORMATS:
-        raise unknown("format", format, EXPORT_FORMATS)
+        raise unknown_name_error("format", format, EXPORT_FORMATS)
     check_threshold(model.recipe.facts, threshold)
     if threshold is not None and format != "onnx":
         raise ConfigError(
@@ -91,7 +91,7 @@ def export_model(
     path = check_model_file(path, format, force=force)
     module, ranks = merge_adapters(model.module()), dict[str, int]()
     if factorised:
-        thin = factorise(module)
+        thin = factorize(module)
         module, ranks = thin.module, thin.ranks
     header = model.recipe.header(model.about) | ({"ranks": json.dumps(ranks)} if ranks else {})
     header |= {} if threshold is None else {"threshold": repr(threshold)}
@@ -158,7 +158,7 @@ class Program:
             program = torch.export.load(io.BytesIO(content), extra_files=extra)
             self.facts = InputSpec.model_validate_json(extra[FACTS_FILE])
         except Exception as error:  # torch may raise any error for an untrusted file
-            raise LayoutError(f"{path} is not a model exported for torch ({cause_of(error)})") from None
+            raise LayoutError(f"{path} is not a model exported for torch ({describe_cause(error)})") from None
         self.module = program.module()
 
     @torch.no_grad()
@@ -180,7 +180,7 @@ class Program:
 
     def predict(self, rows: object) -> NDArray[Any]:
         """Return the names of the predicted classes ``[N]``, or the predicted values."""
-        return labels_of(self.facts, self.scores(rows))
+        return decide_labels(self.facts, self.scores(rows))
 
 
 def load(path: Path | str) -> Program:
@@ -219,7 +219,7 @@ def _suppress_output() -> Iterator[None]:
         while root.__cause__ is not None:
             root = root.__cause__
         raise ConfigError(
-            f"this model cannot be exported as a graph ({cause_of(root).splitlines()[0]}). Use "
+            f"this model cannot be exported as a graph ({describe_cause(root).splitlines()[0]}). Use "
             "safetensors, which stores only the parameters"
         ) from error
 

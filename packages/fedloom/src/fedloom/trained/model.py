@@ -18,23 +18,23 @@ from torch import Tensor, nn
 from fedloom.data.dataset import Dataset, default_to_cpu
 from fedloom.data.federation import Federation
 from fedloom.data.input_spec import InputSpec
-from fedloom.data.new_data import client_column_of
+from fedloom.data.new_data import get_client_column
 from fedloom.data.new_rows import new_rows
 from fedloom.data.sources.table.levels import unapplied_factor_notes
 from fedloom.data.tables import FAR_ROW_SHARE
 from fedloom.errors import ConfigError, DataError, LayoutError, warn_user
 from fedloom.local.oracles.forward import samples_per_evaluation
-from fedloom.models import ModelSpec, spec_of
+from fedloom.models import ModelSpec, make_spec
 from fedloom.models.imported import InProcessModel, OwnModel, wrap_model
 from fedloom.models.parts import BATCH_STATISTICS
 from fedloom.rows.layout import Layout
 from fedloom.storage.checkpoint import check_file_digest, save_tensors
 from fedloom.storage.disk import check_regular_file
 from fedloom.storage.files import make_folder
-from fedloom.tasks import Objective, task_of
+from fedloom.tasks import Objective, make_task
 from fedloom.tasks.calibration import recalibrate
 from fedloom.trained.files import check_model_file
-from fedloom.trained.raw import RawModel, labels_of
+from fedloom.trained.raw import RawModel, decide_labels
 
 TENSOR_FIELDS = ("rows", "statistics", "fitted", "calibration")
 BASE_PREFIX = "base."
@@ -155,7 +155,7 @@ class Model:
                 there is no client column.
             ConfigError: the scaling of the table's columns is unknown.
         """
-        return labels_of(self.recipe.facts, self.scores(self._raw_rows(rows)))
+        return decide_labels(self.recipe.facts, self.scores(self._raw_rows(rows)))
 
     def predict_proba(self, rows: object) -> NDArray[np.float64]:
         """Return probabilities ``[N, C]``, with the classes in the order of ``recipe.facts.classes``.
@@ -176,7 +176,7 @@ class Model:
     def _raw_rows(self, rows: object) -> Tensor:
         """Return unlabeled rows as raw samples in the training data's units."""
         facts, conversion = self.recipe.facts, self.about.get("conversion", {})
-        users, factors = client_column_of(conversion), conversion.get("factors", {})
+        users, factors = get_client_column(conversion), conversion.get("factors", {})
         new = new_rows(facts, rows, users=users, factors=factors, days_since=conversion.get("days_since"))
         if (
             new.sites is None
@@ -190,7 +190,7 @@ class Model:
 
     def _warn_if_far(self, x: Tensor) -> Tensor:
         """Return raw samples unchanged, and warn if most samples, or most values of a column, are far outside."""
-        for sentence in self.strange(x) if self.find_far(x) else ():
+        for sentence in self.note_outliers(x) if self.find_far(x) else ():
             warn_user(sentence)
         return x
 
@@ -225,7 +225,7 @@ class Model:
         return score_outputs(self.recipe, self.outputs(self._warn_if_far(facts.raw(data))), data)
 
     @default_to_cpu()
-    def rescaled(self, data: Dataset) -> Model:
+    def rescale(self, data: Dataset) -> Model:
         """Return the model with columns scaled by all rows of a table, as for a client with these rows.
 
         Raises:
@@ -238,7 +238,7 @@ class Model:
         everyone = torch.zeros(len(x), dtype=torch.long)
         return replace(self, fitted=table.fit(x, everyone, everyone == 0)[0])
 
-    def strange(self, x: Tensor) -> list[str]:
+    def note_outliers(self, x: Tensor) -> list[str]:
         """Return notes about columns ``[N, p]`` with values far from the training data (see `Table.strange`).
 
         For other samples, `InputSpec.note_far` provides the note.
@@ -246,7 +246,7 @@ class Model:
         table = self.recipe.facts.table
         if table is None:
             return self.recipe.facts.note_far(x)
-        return [] if self.fitted is None else table.strange(x, self.fitted)
+        return [] if self.fitted is None else table.note_outliers(x, self.fitted)
 
     def find_far(self, x: Tensor) -> list[str]:
         """Return the columns ``[N, p]`` whose values are far outside the training data (see `Table.find_far`).
@@ -264,7 +264,7 @@ class Model:
         if not len(owner):
             return {}
         outputs = outputs if self.calibration is None else recalibrate(outputs, self.calibration)
-        metrics = task_of(fed.data, self.recipe.objective).metrics(outputs, y, owner, 1)
+        metrics = make_task(fed.data, self.recipe.objective).metrics(outputs, y, owner, 1)
         return {name: float(value) for name, value in metrics.items()}
 
     def line(self, fed: Federation, part: str, client: int = 0) -> Tensor:
@@ -312,9 +312,9 @@ class Model:
             ConfigError: the architecture is invalid.
         """
         if not isinstance(spec, ModelSpec):
-            spec = spec_of(spec) if isinstance(spec, str) else wrap_model(spec)
+            spec = make_spec(spec) if isinstance(spec, str) else wrap_model(spec)
         with open_tensors(Path(path)) as file:
-            facts, about = facts_of(file, Path(path))
+            facts, about = read_facts(file, Path(path))
             names = set(file.keys())
             if "rows" not in names:
                 raise LayoutError(
@@ -343,7 +343,7 @@ def score_outputs(recipe: ModelRecipe, outputs: Tensor, data: Dataset) -> dict[s
     inputs = recipe.facts.take(data)
     y = inputs.y.flatten() if inputs.classed else inputs.y.to(recipe.dtype)
     owner = torch.zeros(len(inputs), dtype=torch.long)
-    values = task_of(inputs, recipe.objective).metrics(outputs.flatten(0, -2), y, owner, 1)
+    values = make_task(inputs, recipe.objective).metrics(outputs.flatten(0, -2), y, owner, 1)
     return {name: float(value) for name, value in values.items()}
 
 
@@ -401,7 +401,7 @@ def file_layout(path: Path | str) -> Layout:
         return Layout.read_header(file.metadata() or {})
 
 
-def facts_of(file: Any, path: Path) -> tuple[InputSpec, dict[str, Any]]:
+def read_facts(file: Any, path: Path) -> tuple[InputSpec, dict[str, Any]]:
     """Read the facts about the data and the models from a file's header.
 
     Raises:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedloom.data.dataset import Dataset, default_to_cpu
 from fedloom.data.input_spec import single_client_federation
 from fedloom.errors import ConfigError, warn_user
-from fedloom.hints import nearest
+from fedloom.hints import suggest_nearest
 from fedloom.local import LocalSGD
 from fedloom.local.oracles.precision import isolate_torch_settings
 from fedloom.outputs import check_output_folder
@@ -325,7 +325,7 @@ class Models:
         """Return the last part of a sentence, which lists the clients."""
         names = self.names
         if len(names) <= MAX_NAMED_CLIENTS:
-            return nearest(client, names)
+            return suggest_nearest(client, names)
         return f"there are {len(names)}: {', '.join(names[:MAX_NAMED_CLIENTS])}, ..."
 
 
@@ -361,5 +361,5 @@ def _change_local_settings(local: LocalSGD, epochs: int | None, steps: int | Non
     try:
         changed.check(1)
     except ConfigError as error:
-        raise error.refixed("set at least one epoch or step in adapt, and a step size such as 0.01") from None
+        raise error.replace_fix("set at least one epoch or step in adapt, and a step size such as 0.01") from None
     return changed

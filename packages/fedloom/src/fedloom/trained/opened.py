@@ -13,7 +13,7 @@ from torch import nn
 from fedloom.errors import LayoutError
 from fedloom.models import ModelSpec
 from fedloom.rows.layout import Layout
-from fedloom.rundir import place_of
+from fedloom.rundir import as_path
 from fedloom.trained.model import BASE_PREFIX, Model, check_layout, file_layout, load_statistics, open_tensors
 
 
@@ -30,7 +30,7 @@ def open_model(path: Path | str, model: nn.Module | ModelSpec) -> nn.Module:
     Raises:
         LayoutError: the file does not contain exactly one model, or its model has a different architecture.
     """
-    path = place_of(path, "path")
+    path = as_path(path, "path")
     if path.is_dir():
         files = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "there are none"
         raise LayoutError(f"{path} is a folder. Pass a file in it that contains one model ({files})")

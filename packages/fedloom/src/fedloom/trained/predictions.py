@@ -18,7 +18,7 @@ from fedloom.data.new_rows import NewRows
 from fedloom.errors import ConfigError, write_singular
 from fedloom.trained.model import Model, score_outputs
 from fedloom.trained.models import KIND_PREFERENCE, Models
-from fedloom.trained.raw import check_threshold, labels_of
+from fedloom.trained.raw import check_threshold, decide_labels
 
 OWN_SCALE, TYPICAL_SCALE, NEW_SCALE = "as its client's", "as the clients' on average", "on these rows"
 
@@ -59,7 +59,7 @@ class Predictions:
     @property
     def labels(self) -> NDArray[Any]:
         """Names of the most probable classes ``[N]``, or predicted values ``[N]`` (``[N, k]`` for several targets)."""
-        return labels_of(self.facts, self.scores, self.threshold)
+        return decide_labels(self.facts, self.scores, self.threshold)
 
     @property
     def sets(self) -> list[list[str]]:
@@ -69,7 +69,7 @@ class Predictions:
         inside = (1 - self.scores <= self.set_threshold).tolist()
         return [[name for name, one in zip(names, row, strict=True) if one] for row in inside]
 
-    def decided(self, threshold: float | None, set_threshold: float | None = None) -> Predictions:
+    def apply_threshold(self, threshold: float | None, set_threshold: float | None = None) -> Predictions:
         """Return the predictions with a different threshold, and with sets or intervals from a conformal threshold.
 
         Raises:
@@ -143,7 +143,7 @@ class ModelAssignment(NamedTuple):
         parts = [model.outputs(x[places]) for places, model in self.groups]
         return torch.cat(parts)[torch.argsort(torch.cat([places for places, _ in self.groups]))]
 
-    def uncalibrated(self) -> list[str]:
+    def note_uncalibrated(self) -> list[str]:
         """Return a note about rows whose model could not be recalibrated, or [] if there are none."""
         places = [
             rows for rows, model in self.groups if model.calibration is not None and model.calibration.isnan().any()
@@ -152,9 +152,9 @@ class ModelAssignment(NamedTuple):
         what = "not recalibrated, because the validation set contains only one class"
         return [f"{what}: {sum(map(len, places))} rows of {', '.join(owners)}"] if places else []
 
-    def strange(self, x: Tensor) -> list[str]:
+    def note_outliers(self, x: Tensor) -> list[str]:
         """Return notes about columns with values far from the training data of the model that predicts them."""
-        return list(dict.fromkeys(note for places, model in self.groups for note in model.strange(x[places])))
+        return list(dict.fromkeys(note for places, model in self.groups for note in model.note_outliers(x[places])))
 
     def find_far(self, x: Tensor) -> tuple[str, ...]:
         """Return the columns whose values are far outside the training data of the model that predicts them."""
@@ -236,8 +236,8 @@ def predict_assigned_rows(rows: NewRows, choice: ModelAssignment) -> Predictions
         *rows.notes,
         *survival_prediction_note(model),
         *choice.notes,
-        *choice.uncalibrated(),
-        *choice.strange(rows.x),
+        *choice.note_uncalibrated(),
+        *choice.note_outliers(rows.x),
     )
     far = choice.find_far(rows.x)
     return Predictions(facts, scores, choice.owners, notes, present, rows.files, rows.copied_columns, far=far)
@@ -323,5 +323,5 @@ def evaluate_models(
         new = models.fitted is not None and set(choice.owners) == {"global"}
         yield ModelEvaluation(models.about, one, TYPICAL_SCALE if new else OWN_SCALE, choice, rows, data)
         if new:
-            fresh = predict_with_one(choice.groups[0][1].rescaled(data), rows)
+            fresh = predict_with_one(choice.groups[0][1].rescale(data), rows)
             yield ModelEvaluation(models.about, one, NEW_SCALE, fresh, rows, data)

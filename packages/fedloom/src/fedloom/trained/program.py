@@ -15,7 +15,7 @@ from zipfile import ZIP_STORED, ZipFile
 
 import torch
 
-WRITTEN_BY_TORCH = ("archive_format", "archive_version", "byteorder", ".data/version", ".data/serialization_id")
+TORCH_ENTRIES = ("archive_format", "archive_version", "byteorder", ".data/version", ".data/serialization_id")
 GRAPH_ENTRY, SAMPLES_ENTRY = "models/model.json", "data/sample_inputs/model.pt"
 CONFIG_ENTRIES = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
 TENSOR_ENTRY_PATTERN = re.compile(r"data/(weights/weight|constants/tensor)_\d+")
@@ -52,7 +52,7 @@ def check_archive(content: bytes, facts: str) -> bytes:
         parts = {entry.filename.partition("/")[2]: archive.read(entry) for entry in entries}
     if len(parts) < len(entries):
         raise ValueError("two of its parts have the same name")
-    allowed = (*WRITTEN_BY_TORCH, GRAPH_ENTRY, SAMPLES_ENTRY, *CONFIG_ENTRIES, f"extra/{facts}")
+    allowed = (*TORCH_ENTRIES, GRAPH_ENTRY, SAMPLES_ENTRY, *CONFIG_ENTRIES, f"extra/{facts}")
     for name in parts:
         if name not in allowed and not TENSOR_ENTRY_PATTERN.fullmatch(name):
             raise ValueError(f"it contains {name!r}")
@@ -64,7 +64,7 @@ def check_archive(content: bytes, facts: str) -> bytes:
     out = io.BytesIO()
     writer = torch._C.PyTorchFileWriter(out)
     for name, part in parts.items():
-        if name not in WRITTEN_BY_TORCH[2:]:
+        if name not in TORCH_ENTRIES[2:]:
             writer.write_record(name, part, len(part))
     writer.write_end_of_file()
     return out.getvalue()

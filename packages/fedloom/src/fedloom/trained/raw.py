@@ -126,7 +126,7 @@ class Scaling(nn.Module):
         return samples.to(self.dtype) * scale + self.shift
 
 
-def labels_of(facts: InputSpec, scores: NDArray[np.float64], threshold: float | None = None) -> NDArray[Any]:
+def decide_labels(facts: InputSpec, scores: NDArray[np.float64], threshold: float | None = None) -> NDArray[Any]:
     """Return predictions for rows ``[N]``, or for positions ``[N, L]``, given probabilities or values.
 
     If rows have several labels, each label's prediction is 1 or 0, ``[N, k]``.

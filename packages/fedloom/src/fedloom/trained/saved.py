@@ -24,7 +24,7 @@ from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder
 from fedloom.tasks import Objective
 from fedloom.trained.adapt import ServerSide
-from fedloom.trained.model import ModelRecipe, check_layout, facts_of, file_layout, open_tensors
+from fedloom.trained.model import ModelRecipe, check_layout, file_layout, open_tensors, read_facts
 from fedloom.trained.model_source import MODEL_CHOICES, ModelSource
 
 MODELS_PER_BATCH = 32
@@ -170,7 +170,7 @@ class SavedModels:
         for name in (*present_kinds, *(file.stem for file in folder.glob("base-*.safetensors"))):
             open_tensors(self._path(name))
         with open_tensors(self._path(present_kinds[0]), check=False) as file:
-            facts, about = facts_of(file, self._path(present_kinds[0]))
+            facts, about = read_facts(file, self._path(present_kinds[0]))
             sample = next((k for k in file.keys() if k.startswith("rows")), None)  # noqa: SIM118 (no mapping)
             dtype = file.get_slice(sample)[:1].dtype if sample else torch.float32
         self.names: Sequence[str] = about.pop("clients", [])
@@ -187,11 +187,11 @@ class SavedModels:
     def fitted(self) -> Tensor | None:
         if not self._path("scaling").is_file():
             return None
-        return self._shaped("scaling", "fitted", self._read("scaling").get("fitted"), len(self.names))
+        return self._read_tensor("scaling", "fitted", self._read("scaling").get("fitted"), len(self.names))
 
     def shared(self) -> tuple[Tensor, Tensor]:
         tensors = self._read("global")
-        row = self._shaped("global", "rows", tensors.get("rows"), self.recipe.layout.d)
+        row = self._read_tensor("global", "rows", tensors.get("rows"), self.recipe.layout.d)
         return row, tensors.get("statistics", torch.zeros(0, dtype=self.recipe.dtype))
 
     def personal(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,14 +206,14 @@ class SavedModels:
                         i % MODELS_PER_BATCH
                     ]
         rows, statistics = client_rows
-        return self._shaped("personal", "rows", rows, len(ids), self.recipe.layout.d), statistics
+        return self._read_tensor("personal", "rows", rows, len(ids), self.recipe.layout.d), statistics
 
     def calibration(self, kind: str) -> Tensor | None:
         lines = self._read("calibration").get(kind) if self._path("calibration").is_file() else None
-        return None if lines is None else self._shaped("calibration", kind, lines, len(self.names), 2)
+        return None if lines is None else self._read_tensor("calibration", kind, lines, len(self.names), 2)
 
     def takes_global(self) -> Tensor:
-        return self._shaped("hybrid", "takes_global", self._read("hybrid").get("takes_global"), len(self.names))
+        return self._read_tensor("hybrid", "takes_global", self._read("hybrid").get("takes_global"), len(self.names))
 
     def server(self) -> ServerSide:
         algorithm, recipe = self._algorithm, self.recipe
@@ -224,7 +224,7 @@ class SavedModels:
             )
         tensors, n = self._read("server"), len(self.names)
         for name in ("weight", "sizes"):
-            self._shaped("server", name, tensors.get(name), n)
+            self._read_tensor("server", name, tensors.get(name), n)
         ids, shares, sizes, rounds = torch.arange(n), tensors["weight"], tensors["sizes"], int(self.about["rounds"])
         ctx = Ctx(0, n, n, ids, recipe.layout, shares, sizes, None, self._local, recipe.seed, rounds)
         algorithm = algorithm.derive_options(ctx)
@@ -243,7 +243,7 @@ class SavedModels:
             algorithm, self._local, server_fields["server"], server_fields["kept"], shares, sizes, rounds, recipe.seed
         )
 
-    def _shaped(self, file: str, name: str, tensor: Tensor | None, *shape: int) -> Tensor:
+    def _read_tensor(self, file: str, name: str, tensor: Tensor | None, *shape: int) -> Tensor:
         """Read a tensor from a file, and check its first dimensions.
 
         Raises:

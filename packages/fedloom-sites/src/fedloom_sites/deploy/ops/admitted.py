@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 
 from fedloom.errors import ConfigError
 from fedloom.storage import read_toml, write_atomic
-from fedloom.storage.files import content_of
+from fedloom.storage.files import read_content
 from fedloom_sites.deploy.ops.commands import PROGRAMS_FOLDER, ask_flower
 from fedloom_sites.deploy.ops.directory import CLI_FOLDER, LOCAL_FOLDER
 from fedloom_sites.deploy.ops.processes import ProcessError
@@ -63,7 +63,7 @@ def revoke(folder: Path, name: str, programs: Path = PROGRAMS_FOLDER) -> int:
     keys = _set_aside(file.parent, name)
     out = f"{name} cannot connect at any later start, because its key is now in {KEYS_FOLDER}/{name}{REVOKED_SUFFIX}"
     try:
-        nodes = [node for key in keys if (node := _node_of(database, key)) is not None]
+        nodes = [node for key in keys if (node := _find_node(database, key)) is not None]
     except ConfigError as error:
         raise ConfigError(f"{error}\n{out}") from None
     if not nodes:
@@ -102,7 +102,7 @@ def _revoked_key_lines(server: Path, name: str) -> list[str]:
 
 
 def _key_line(file: Path) -> str:
-    return content_of(file).decode().strip()
+    return read_content(file).decode().strip()
 
 
 def _running_server_paths(file: Path) -> tuple[Path, Path]:
@@ -117,7 +117,7 @@ def _running_server_paths(file: Path) -> tuple[Path, Path]:
     return read_server(file).database, home
 
 
-def _node_of(database: Path, key: str) -> tuple[int, str] | None:
+def _find_node(database: Path, key: str) -> tuple[int, str] | None:
     """Return the number and status of the node with an OpenSSH key, or None if the key was never admitted.
 
     Raises:

@@ -15,19 +15,19 @@ import tomli_w
 
 from fedloom.errors import ConfigError
 from fedloom.storage import read_toml
-from fedloom.storage.files import content_of
+from fedloom.storage.files import read_content
 from fedloom.values import fields_of, make
 from fedloom.version import __version__
 from fedloom_sites.deploy.ops import keys
 from fedloom_sites.deploy.ops.admitted import ADMITTED_SUFFIX, KEYS_FOLDER
-from fedloom_sites.deploy.ops.directory import Files, write_files
+from fedloom_sites.deploy.ops.directory import FileContents, write_files
 from fedloom_sites.deploy.ops.members import (
     AGREEMENT_FILE,
     AgreementChange,
     check_idle,
+    find_member,
     is_patch_of,
     keys_digest,
-    member_of,
 )
 from fedloom_sites.deploy.ops.status import server_file
 from fedloom_sites.deploy.relay import LINKS_FILE, RELAYED_FOLDER
@@ -75,7 +75,7 @@ def rotate(folder: Path, name: str) -> AgreementChange:
         RunDirError: a run or a secure session is in progress.
     """
     server = read_server(server_file(folder))
-    before = member_of(server, name)
+    before = find_member(server, name)
     if server.verifies and (server.checkpoints / RELAYED_FOLDER / LINKS_FILE).exists():
         raise ConfigError(
             f"the sites verify the sums with verify, and {name} has signed the stored rounds with its old keys, so no "
@@ -90,14 +90,14 @@ def rotate(folder: Path, name: str) -> AgreementChange:
         agreed[member.client] = member.signing_key
         secure = server.secure.with_(keys=tuple(agreed))
         shared = {"secure": secure.model_dump(mode="json", exclude_none=True)}
-    files: Files = {"node-key": node.private, "node-key.pub": f"{node.public}\n", "signing-key": signing.private}
+    files: FileContents = {"node-key": node.private, "node-key.pub": f"{node.public}\n", "signing-key": signing.private}
     change = _write_amendment(folder, f"keys-{name}", shared, members, member, files)
     return change._replace(keys=keys_digest([member]))
 
 
 def _write_amendment(
     folder: Path, what: str, shared: dict[str, Any], members: Sequence[Member], changed: Member | None = None,
-    secrets: Files | None = None,
+    secrets: FileContents | None = None,
 ) -> AgreementChange:  # fmt: skip
     """Write the folders of an amendment: for the server, for each site's approval, and for a site with new keys."""
     file = server_file(folder)
@@ -112,7 +112,10 @@ def _write_amendment(
         "shared": agreed.model_dump(mode="json", include={*SharedSettings.model_fields}, exclude_none=True),
         "members": [m.model_dump(mode="json") for m in members],
     }
-    approval: Files = {"experiment.toml": content_of(server.experiment), AGREEMENT_FILE: json.dumps(proposal, indent=1)}
+    approval: FileContents = {
+        "experiment.toml": read_content(server.experiment),
+        AGREEMENT_FILE: json.dumps(proposal, indent=1),
+    }
     admitted = {} if changed is None else {f"{KEYS_FOLDER}/{changed.site}{ADMITTED_SUFFIX}": f"{changed.node_key}\n"}
     write_files(out / "server", {"server.toml": tomli_w.dumps(settings), **admitted})
     write_files(out / "approval", approval)

@@ -27,14 +27,14 @@ from fedloom.engine.privacy import epsilon, find_accounted_noise
 from fedloom.errors import ConfigError, FedloomError
 from fedloom.lab.experiment import Experiment
 from fedloom.storage.disk import check_regular_file
-from fedloom.storage.files import content_of
+from fedloom.storage.files import read_content
 from fedloom.version import __version__
 from fedloom_sites.deploy.clock import clock_fault
 from fedloom_sites.deploy.code import read_agreed
-from fedloom_sites.deploy.noise import deployed_setting, noise_of_site, remaining_noise
+from fedloom_sites.deploy.noise import deployed_setting, get_site_noise, remaining_noise
 from fedloom_sites.deploy.ops.keys import EXPIRY_NOTICE
 from fedloom_sites.deploy.ops.processes import check_free
-from fedloom_sites.deploy.protocol.identity import KEY_CURE, public_file_of, public_key_line
+from fedloom_sites.deploy.protocol.identity import SITE_KEY_HINT, public_key_line, public_key_path
 from fedloom_sites.deploy.secure.changes import MAX_CHANGES
 from fedloom_sites.deploy.secure.opened import OPENED_FILE, has_used_turns, read_checked
 from fedloom_sites.deploy.server.run import check_deployable, sample_count_reason
@@ -51,14 +51,16 @@ COMPARED_PACKAGES = (
     *("pyarrow", "pandas", "scipy", "protobuf", "grpcio"),
 )
 """Packages whose versions `check_site` compares."""
-NEW_NAME = "correct server in site.toml, or ask the coordinator to run 'fedloom deploy renew' with --host of this name"
-RENEW_CURE = "Ask the coordinator to renew it: fedloom deploy renew"
+SERVER_NAME_HINT = (
+    "correct server in site.toml, or ask the coordinator to run 'fedloom deploy renew' with --host of this name"
+)
+RENEWAL_HINT = "Ask the coordinator to renew it: fedloom deploy renew"
 """Advice about a certificate of the server that has expired."""
 CERTIFICATE_HINTS = {
     9: "set the clock of this machine, or the clock of the machine that made the certificate",
     10: "ask the coordinator to run 'fedloom deploy renew', or set the clock of this machine",
-    62: NEW_NAME,
-    64: NEW_NAME,
+    62: SERVER_NAME_HINT,
+    64: SERVER_NAME_HINT,
 }
 """Advice about a certificate from the correct authority, keyed by OpenSSL's error number."""
 
@@ -75,7 +77,7 @@ class CheckFinding(NamedTuple):
     sentence: str
 
 
-Check = Callable[[Site], Iterator[CheckFinding]]
+SiteCheck = Callable[[Site], Iterator[CheckFinding]]
 
 
 def check_site(site: Site, *, offline: bool = False) -> Iterator[CheckFinding]:
@@ -85,19 +87,19 @@ def check_site(site: Site, *, offline: bool = False) -> Iterator[CheckFinding]:
         site: the site's settings.
         offline: True to omit the connection to the server.
     """
-    checks: tuple[Check, ...] = (
+    checks: tuple[SiteCheck, ...] = (
         _check_versions, _check_experiment, _check_data, _check_memory, _check_keys, _check_authority, _check_disk,
         _check_port,
     )  # fmt: skip
     findings: set[CheckFinding] = set()
     for check in checks if offline else (*checks, _check_server):
-        for finding in _findings_of(check, site):
+        for finding in _run_check(check, site):
             if finding not in findings:
                 findings.add(finding)
                 yield finding
 
 
-def _findings_of(check: Check, site: Site) -> Iterator[CheckFinding]:
+def _run_check(check: SiteCheck, site: Site) -> Iterator[CheckFinding]:
     try:
         yield from check(site)
     except FedloomError as error:
@@ -152,7 +154,7 @@ def _check_experiment(site: Site) -> Iterator[CheckFinding]:
 
 def _check_privacy(site: Site, experiment: Experiment) -> Iterator[CheckFinding]:
     setting = deployed_setting(experiment.methods[0].setting, site.survivors)
-    noise = noise_of_site(setting)
+    noise = get_site_noise(setting)
     if noise is not None:
         one, most = epsilon(noise, 1), epsilon(noise, setting.rounds)
         cost = f"one upload costs epsilon {one:.3g}, and {setting.rounds} cost {most:.3g}, at delta {noise.delta}"
@@ -270,7 +272,7 @@ def _check_keys(site: Site) -> Iterator[CheckFinding]:
             yield CheckFinding("refused", sentence)
     for sentence in _foreign_keys(site) if fine else ():
         fine = False
-        yield CheckFinding("refused", f"{sentence}. {KEY_CURE}")
+        yield CheckFinding("refused", f"{sentence}. {SITE_KEY_HINT}")
     if fine:
         yield CheckFinding("ok", "keys: both exist and are readable only by their owner")
 
@@ -291,13 +293,13 @@ def _foreign_keys(site: Site) -> Iterator[str]:
         lists["signing_key"] = dict(zip(names, site.secure.keys, strict=True))
     for kind, known in lists.items():
         path: Path = getattr(site, kind)
-        line, public = public_key_line(content_of(path)), public_file_of(path)
+        line, public = public_key_line(read_content(path)), public_key_path(path)
         owner = next((name for name, key in known.items() if key == line), None)
         if owner is not None and owner not in (site.site, str(site.client)):
             yield f"{path} is {owner}'s key, not {site.site}'s"
         elif owner is None and known:
             yield f"{path} is not the agreed-upon key of {site.site}"
-        elif public.exists() and not content_of(public).decode(errors="replace").startswith(line):
+        elif public.exists() and not read_content(public).decode(errors="replace").startswith(line):
             yield f"{path} is not the private key of {public.name}, so it is not the agreed key of {site.site}"
 
 
@@ -305,7 +307,7 @@ def _key_faults(path: Path, kind: type, name: str) -> Iterator[str]:
     try:
         mode, data = stat.S_IMODE(path.stat().st_mode), check_regular_file(path).read_bytes()
     except OSError as error:
-        yield f"cannot read the private key {path}: {error.strerror}. {KEY_CURE}"
+        yield f"cannot read the private key {path}: {error.strerror}. {SITE_KEY_HINT}"
         return
     if mode & 0o077:
         yield f"{path} can be read by others (mode {mode:o}). Run: chmod 600 {path}"
@@ -313,10 +315,10 @@ def _key_faults(path: Path, kind: type, name: str) -> Iterator[str]:
         key = load_ssh_private_key(data, password=None)
     except (ValueError, TypeError) as error:
         fault = str(error).splitlines()[0]
-        yield f"{path} is not an OpenSSH private key without a passphrase: {fault}. {KEY_CURE}"
+        yield f"{path} is not an OpenSSH private key without a passphrase: {fault}. {SITE_KEY_HINT}"
         return
     if not isinstance(key, kind) or (isinstance(key, ec.EllipticCurvePrivateKey) and key.curve.name != "secp384r1"):
-        yield f"{path} must be an {name} key. {KEY_CURE}"
+        yield f"{path} must be an {name} key. {SITE_KEY_HINT}"
 
 
 def _check_authority(site: Site) -> Iterator[CheckFinding]:
@@ -446,7 +448,7 @@ def _greet(connection: HTTPSConnection, address: str) -> Iterator[CheckFinding]:
         socket = connection.sock
         assert isinstance(socket, ssl.SSLSocket)
         certificate = x509.load_der_x509_certificate(socket.getpeercert(binary_form=True) or b"")
-        yield _check_certificate_dates(f"the certificate of {address}", certificate, RENEW_CURE)
+        yield _check_certificate_dates(f"the certificate of {address}", certificate, RENEWAL_HINT)
         connection.request("GET", "/")
         date = connection.getresponse().headers["Date"]
     except ssl.SSLCertVerificationError as error:

@@ -69,7 +69,7 @@ AUTHORITY_DAYS = 3650
 """Validity of the authority in days. It should exceed the validity of the server's certificate, because the sites have
 the authority's certificate."""
 
-Files = dict[str, str | bytes]
+FileContents = dict[str, str | bytes]
 """Contents by path."""
 
 
@@ -189,7 +189,7 @@ def renew(folder: Path, host: str | None, days: int) -> tuple[Path, bool]:
             f"{here} contains a damaged ca.key or ca.crt. Copy the authority's folder there to use this command"
         ) from None
     server = folder / "server"
-    host = _host_of(server / "server.toml") if host is None else host
+    host = _read_host(server / "server.toml") if host is None else host
     place = make(Location, {"host": host, "days": days}, "fedloom deploy renew", Location.model_fields)
     left = (ca.certificate.not_valid_after_utc - datetime.now(UTC)).days
     if left < 1:
@@ -227,7 +227,7 @@ def _authority_cure(folder: Path) -> str:
     )
 
 
-def _host_of(server_file: Path) -> str:
+def _read_host(server_file: Path) -> str:
     if not server_file.exists():
         raise ConfigError(f"{server_file} does not exist, so the server's host is unknown. Add --host")
     return read_server(server_file).host
@@ -269,7 +269,7 @@ def _side_commands(of: Server | Site, place: Location) -> dict[str, list[str]]:
     return commands | {"run": [*command_words("serve", None, programs, file=file), *run]}
 
 
-def site_files(site: Site, node: keys.KeyPair, signing: keys.KeyPair, place: Location) -> Files:
+def site_files(site: Site, node: keys.KeyPair, signing: keys.KeyPair, place: Location) -> FileContents:
     """Return the files of a single site: settings, keys and unit."""
     return {
         "site.toml": settings_text(site),
@@ -320,7 +320,7 @@ def proxy_configuration(server: Server, place: Location) -> str:
     return fill_template("gate.conf", **places, limit=server.body_limit, behind=_proxy_target(server))
 
 
-def _iterate_sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Files]]:
+def _iterate_sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, FileContents]]:
     """Yield the name, folder and files of the authority, the server, each site, and the instructions."""
     ca = keys.make_authority(plan.name, AUTHORITY_DAYS)
     pairs = {site: (keys.make_key_pair("connection"), keys.make_key_pair("signing")) for site in plan.sites}
@@ -353,7 +353,7 @@ def _iterate_sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str,
         )
     if plan.start is not None:
         shared["start"] = sha256_hex(plan.start)
-    agreed: Files = {} if plan.start is None else {INITIAL_MODEL_FILE: plan.start}
+    agreed: FileContents = {} if plan.start is None else {INITIAL_MODEL_FILE: plan.start}
     agreed |= {"experiment.toml": plan.experiment, "ca.crt": ca.pem()}
     agreed |= {f"{CODE_FOLDER}/{path}": data for path, data in plan.code.files.items()}
     quorum = place.quorum or plan.threshold or len(members) // 2 + 1
@@ -393,7 +393,7 @@ _APP_FILES = ("pyproject.toml", *(f"fedloom_app/{name}.py" for name in ("__init_
 """Files of the app that Flower transfers to the sites: two modules that refer to code installed at the sites."""
 
 
-def _issue_certificate(ca: keys.Authority, place: Location) -> Files:
+def _issue_certificate(ca: keys.Authority, place: Location) -> FileContents:
     """Issue and return a new server certificate for the reverse proxy's host and for loopback."""
     names = dict.fromkeys((place.host, "localhost", "127.0.0.1", "::1"))
     certificate = keys.issue_server_certificate(ca, tuple(names), place.days)

@@ -13,7 +13,7 @@ from typing import Any
 
 from fedloom.errors import ConfigError, Stop
 from fedloom.storage import lock
-from fedloom.storage.files import content_of
+from fedloom.storage.files import read_content
 from fedloom_sites.deploy.code import check_code, read_agreed
 from fedloom_sites.deploy.ops.admitted import admitted_key_file, is_revoked
 from fedloom_sites.deploy.ops.commands import (
@@ -42,7 +42,7 @@ LOG_PREFIX = "fedloom: "
 RENEW_HINT = "'fedloom deploy renew' creates a new certificate and key for the server"
 """Advice about invalid files of the server's certificate."""
 
-Print = Callable[[str], None]
+PrintFunction = Callable[[str], None]
 
 
 class LoopbackDeployment:
@@ -125,7 +125,7 @@ class LoopbackDeployment:
         file = self.site_file(name)
         return self._start(f"site-{name}", command_words("supernode", site, file=file), file.parent, site.threads)
 
-    def run(self, show: Print) -> None:
+    def run(self, show: PrintFunction) -> None:
         """Run the experiment until it ends.
 
         Args:
@@ -216,8 +216,8 @@ class LoopbackDeployment:
 def check_certificate(server: Server) -> None:
     """Raise an error if the files of the server's certificate cannot be used together."""
     for what, path in (("certificate", server.certificate), ("private key", server.key)):
-        content_of(path, f"the server's {what}", RENEW_HINT)
-    content_of(server.ca, "the authority's certificate", "authority/ has another copy")
+        read_content(path, f"the server's {what}", RENEW_HINT)
+    read_content(server.ca, "the authority's certificate", "authority/ has another copy")
     try:
         ssl.create_default_context(cafile=server.ca)
     except ssl.SSLError:
@@ -239,7 +239,7 @@ def stop_error(line: str) -> ProcessError:
     return ProcessError(line.removeprefix(LOG_PREFIX), stop)
 
 
-def run_all(folder: Path, show: Print, port: int | None = None) -> LoopbackDeployment:
+def run_all(folder: Path, show: PrintFunction, port: int | None = None) -> LoopbackDeployment:
     """Run the deployment in a directory on this machine until its experiment ends, and return the deployment.
 
     After that, all processes have ended.

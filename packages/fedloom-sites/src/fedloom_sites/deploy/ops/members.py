@@ -19,19 +19,19 @@ from safetensors.torch import save
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.storage import lock, make_folder, read_toml, write_atomic
 from fedloom.storage.disk import check_regular_file
-from fedloom.storage.files import content_of
-from fedloom.storage.toml_files import document_of
+from fedloom.storage.files import read_content
+from fedloom.storage.toml_files import parse_document
 from fedloom.values import fields_of, make
 from fedloom_sites.deploy.code import CODE_FOLDER, INITIAL_MODEL_FILE
 from fedloom_sites.deploy.ops import keys
 from fedloom_sites.deploy.ops.directory import SECRET_FILES, Location, site_files, write_files, write_side
 from fedloom_sites.deploy.ops.plan import data_table_for_new_site
 from fedloom_sites.deploy.ops.status import server_file
-from fedloom_sites.deploy.protocol.identity import public_file_of, public_key_line
+from fedloom_sites.deploy.protocol.identity import public_key_line, public_key_path
 from fedloom_sites.deploy.secure.opened import read_checked
 from fedloom_sites.deploy.secure.pending import PendingSums
 from fedloom_sites.deploy.secure.protocol import safe_threshold
-from fedloom_sites.deploy.secure.stages import Stage, progress_of
+from fedloom_sites.deploy.secure.stages import Stage, read_progress
 from fedloom_sites.deploy.server.run import last_round
 from fedloom_sites.deploy.setting_files import read_server, read_site, sha256_hex
 from fedloom_sites.deploy.settings import (
@@ -141,7 +141,7 @@ def add(folder: Path, name: str, place: Location) -> AgreementChange:
         **({} if start is None else {INITIAL_MODEL_FILE: start}),
     }
     code: dict[str, str | bytes] = {
-        f"{CODE_FOLDER}/{path}": content_of(file.parent / CODE_FOLDER / path) for path in server.code
+        f"{CODE_FOLDER}/{path}": read_content(file.parent / CODE_FOLDER / path) for path in server.code
     }
     proposal = {
         "before": server.fingerprint,
@@ -152,7 +152,7 @@ def add(folder: Path, name: str, place: Location) -> AgreementChange:
         **site_files(site, *pairs, place.with_(host=server.host)),
         **common,
         **code,
-        "ca.crt": content_of(server.ca),
+        "ca.crt": read_content(server.ca),
     }
     write_files(
         out / "server", {**common, "server.toml": tomli_w.dumps(settings), f"nodes/{name}.pub": member.node_key}
@@ -203,7 +203,7 @@ def check_proposal(folder: Path, change: Path) -> AgreementProposal:
         foreign = {*proposal["shared"]} - {*SharedSettings.model_fields}
         settings = read_toml(folder / "site.toml", "site file") | proposal["shared"] | {"experiment": "experiment.toml"}
         new = make(Site, settings, str(change / AGREEMENT_FILE), fields_of(Site))
-        document = document_of(experiment, change / "experiment.toml")
+        document = parse_document(experiment, change / "experiment.toml")
         before = read_toml(site.experiment, "experiment file")
         rounds = [int(d["method"][0].pop("rounds", d.get("rounds", 0))) for d in (document, before)]
     except (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
@@ -217,12 +217,12 @@ def check_proposal(folder: Path, change: Path) -> AgreementProposal:
         "the experiment changes": document == before and rounds[0] <= rounds[1],
     }
     if new.fingerprint == site.fingerprint and new.clients == site.clients:
-        files |= {name: content_of(change / name) for name in KEY_FILES if (change / name).exists()}
+        files |= {name: read_content(change / name) for name in KEY_FILES if (change / name).exists()}
         if "signing-key" in files:
             files["signing-key.pub"] = f"{public_key_line(files['signing-key'])}\n".encode()
         rules |= _amendment_conditions(site, new, members, files.get("signing-key"))
     else:
-        files |= {} if new.start is None else {INITIAL_MODEL_FILE: content_of(change / INITIAL_MODEL_FILE)}
+        files |= {} if new.start is None else {INITIAL_MODEL_FILE: read_content(change / INITIAL_MODEL_FILE)}
         start = sha256_hex(files[INITIAL_MODEL_FILE]) if INITIAL_MODEL_FILE in files else None
         header = experiment.partition(b"\n")[0].decode(errors="replace")
         rules |= {
@@ -240,7 +240,7 @@ def check_proposal(folder: Path, change: Path) -> AgreementProposal:
     if wrong:
         raise ConfigError(f"{change} cannot be approved: {'; '.join(wrong)}")
     record = read_checked(site.folder / "session" / "session.json") or {}
-    if progress_of(record).stage in (Stage.MASKED, Stage.AGREED):
+    if read_progress(record).stage in (Stage.MASKED, Stage.AGREED):
         raise RunDirError("a secure session is still running here. Wait until its round has ended, then approve")
     files["site.toml"] = tomli_w.dumps(settings).encode()
     return AgreementProposal(new, [m for m in members if m.client >= site.clients], files)
@@ -261,10 +261,10 @@ def accept_agreement(folder: Path, change: Path, digest: str) -> Site:
     ledger, later = before.folder / LEDGER, before.with_(fingerprint=new.fingerprint).folder
     if ledger.exists():  # earlier releases still count
         make_folder(later)
-        write_atomic(later / LEDGER, content_of(ledger))
+        write_atomic(later / LEDGER, read_content(ledger))
     for name in sorted(files, key=lambda name: name == "site.toml"):  # site.toml last, because it takes effect
         private = {"node-key": before.node_key, "signing-key": before.signing_key}.get(name.removesuffix(".pub"))
-        path = folder / name if private is None else public_file_of(private) if name.endswith(".pub") else private
+        path = folder / name if private is None else public_key_path(private) if name.endswith(".pub") else private
         write_atomic(path, files[name])
         if name in SECRET_FILES:
             path.chmod(0o600)
@@ -282,7 +282,7 @@ def remove(folder: Path, name: str) -> Server:
     """
     file = server_file(folder)
     server, settings = read_server(file), read_toml(file, "server file")
-    member_of(server, name)
+    find_member(server, name)
     check_idle(server)
     rest = [m for m in settings["sites"] if m["site"] != name]
     least = 1 if server.secure is None else server.secure.threshold
@@ -294,7 +294,7 @@ def remove(folder: Path, name: str) -> Server:
     return read_server(file)
 
 
-def member_of(server: Server, name: str) -> Member:
+def find_member(server: Server, name: str) -> Member:
     """Return a site from the server's settings.
 
     Raises:
@@ -352,7 +352,7 @@ def _amendment_conditions(site: Site, new: Site, members: Sequence[Member], key:
         changed = sum(one != other for one, other in zip(before.keys, after.keys, strict=False))
         keeps = changed <= 1 and after.with_(keys=before.keys) == before
         keeps &= all(after.keys[m.client] == m.signing_key for m in members)
-    private = content_of(site.signing_key, "the signing key") if key is None else key
+    private = read_content(site.signing_key, "the signing key") if key is None else key
     return {
         "the release is not a patch release of the agreed release": is_patch_of(new.version, site.version),
         "the agreement changes": all(getattr(new, f) == getattr(site, f) for f in agreed),
@@ -381,4 +381,4 @@ def _last_round_model(server: Server) -> tuple[int, bytes | None]:
     done, model = last_round(server)
     if model is not None:
         return done, save(model)
-    return 0, None if server.start is None else content_of(server.experiment.parent / INITIAL_MODEL_FILE)
+    return 0, None if server.start is None else read_content(server.experiment.parent / INITIAL_MODEL_FILE)

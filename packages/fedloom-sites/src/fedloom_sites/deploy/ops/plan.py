@@ -23,8 +23,8 @@ from fedloom.engine.job import Job
 from fedloom.engine.privacy import find_accounted_noise
 from fedloom.engine.setup import check_learnable, make_job
 from fedloom.engine.virtual.check import check_stream
-from fedloom.errors import ConfigError, entered
-from fedloom.hints import unknown
+from fedloom.errors import ConfigError, adapt_wording
+from fedloom.hints import unknown_name_error
 from fedloom.imports import is_path
 from fedloom.lab.experiment import Experiment, Method, parse
 from fedloom.local.oracles import chunk_count
@@ -33,7 +33,7 @@ from fedloom.models.spec import weights_content
 from fedloom.processes.clients import TrainTask
 from fedloom.schedule import Synchronous
 from fedloom_sites.deploy.analyses import check_analyses
-from fedloom_sites.deploy.code import Code, code_of
+from fedloom_sites.deploy.code import Code, collect_code
 from fedloom_sites.deploy.groups import agreed_groups, check_groups
 from fedloom_sites.deploy.protocol.lengths import upload_norms
 from fedloom_sites.deploy.secure.changes import MAX_CHANGES
@@ -41,7 +41,7 @@ from fedloom_sites.deploy.secure.protocol import MAX_SITES, MIN_SITES, min_thres
 from fedloom_sites.deploy.secure.vectors import bits_before
 from fedloom_sites.deploy.server.run import check_deployable, sample_count_reason
 from fedloom_sites.deploy.settings import NormBound, find_case_twin
-from fedloom_sites.deploy.site.local_data import federation_of
+from fedloom_sites.deploy.site.local_data import make_blank_federation
 
 DRIFT_MARGIN = 10.0
 """Maximum norm of a difference, as a multiple of the largest norm in the first round. In 20 rounds of the
@@ -98,7 +98,7 @@ class DeploymentPlan:
     data_name: str = "data"
 
 
-@entered("file")
+@adapt_wording("file")
 def plan_deployment(
     experiment: Experiment,
     sites: int | None = None,
@@ -157,7 +157,7 @@ def plan_deployment(
         raise ConfigError("the number of sites is unknown if sites bring their own data. Add --sites or --names")
     if agreement is not None and own_data:  # the agreement describes the samples, so no data are read
         samples = InputSpec.agreed(agreement)
-        fed = federation_of(samples, torch.ones(sites or 1, len(DATA_PARTS), dtype=torch.long))
+        fed = make_blank_federation(samples, torch.ones(sites or 1, len(DATA_PARTS), dtype=torch.long))
     else:
         fed = one.partition(one.source.read(data_dir), seed)
         # the span would reveal the range of the coordinator's data
@@ -198,11 +198,11 @@ def plan_deployment(
         if names
         else _folder_names(range(sites or fed.n) if own_data else fed.names),
         samples=samples,
-        data=_data_table_of_site(one) if own_data else _make_paths_absolute(_agreed_data_table(one)),
+        data=_site_data_table(one) if own_data else _make_paths_absolute(_agreed_data_table(one)),
         data_dir=None if folder is None or own_data else folder.resolve(),
         share="all" if own_data else "partition",
         fixed_data=fixed_data,
-        code=code_of(one.settings()),
+        code=collect_code(one.settings()),
         norm_bound=norm_bound or (None if fed.data.name == "blank" else _propose_norm_bound(job, start)),
         threshold=agreed_threshold,
         changes=MAX_CHANGES if changes is None else changes,
@@ -306,7 +306,7 @@ def _chosen_method(experiment: Experiment, label: str | None) -> Method:
             )
         return experiment.methods[0]
     if label not in labels:
-        raise unknown("method", label, labels, experiment.head.name)
+        raise unknown_name_error("method", label, labels, experiment.head.name)
     return labels[label]
 
 
@@ -358,7 +358,7 @@ def _remove_file_paths(one: Experiment) -> dict[str, Any]:
     return rest if named else {**rest, "source": next(name for name, one in SOURCES.items() if one is kind)}
 
 
-def _data_table_of_site(one: Experiment) -> dict[str, Any]:
+def _site_data_table(one: Experiment) -> dict[str, Any]:
     """Return the [data] table of a site with its own data: a file named as in the experiment, next to its settings."""
     path, options = getattr(one.source, "path", None), _remove_file_paths(one)
     if isinstance(one.source, TableSource):  # columns were agreed on, and the file format is detected

@@ -67,7 +67,7 @@ class ManagedProcess:
         return self._popen.pid
 
     @property
-    def reaped(self) -> bool:
+    def is_reaped(self) -> bool:
         """True if the exit status was collected, so that the system may give the ID to another process."""
         return self._popen.returncode is not None
 
@@ -76,7 +76,7 @@ class ManagedProcess:
 
         A process that has ended keeps its ID until it is reaped, so that no other process can get this ID.
         """
-        if self.reaped:
+        if self.is_reaped:
             return False
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
@@ -86,7 +86,7 @@ class ManagedProcess:
 
     def reap(self) -> int:
         """Return the exit status. Any remaining processes in its group are killed first."""
-        if not self.reaped:
+        if not self.is_reaped:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
         return self._popen.wait()
@@ -151,7 +151,7 @@ class ManagedProcesses:
 
     def stop(self) -> None:
         """End all processes, including their descendants."""
-        for process in [p for p in self.started if p.reaped]:
+        for process in [p for p in self.started if p.is_reaped]:
             self.end(process)
         if self._reaper is not None:
             assert self._reaper.stdin is not None

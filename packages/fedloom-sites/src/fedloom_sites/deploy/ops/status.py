@@ -24,16 +24,16 @@ from fedloom.metrics import SUMMARY_METRICS
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.disk import check_regular_file
 from fedloom.storage.locks import is_in_use
-from fedloom_sites.deploy.audit import lines_of
+from fedloom_sites.deploy.audit import read_entries
 from fedloom_sites.deploy.ops.analyses import analysis_states, describe_analysis
 from fedloom_sites.deploy.ops.keys import EXPIRY_NOTICE
 from fedloom_sites.deploy.ops.table import mean_table, site_table
 from fedloom_sites.deploy.setting_files import SERVER_FILE, SITE_FILE, describe_folder, read_server
 from fedloom_sites.deploy.settings import Server
 
-END_STATES = {stop.value: "stopped" if stop.resumable else stop.status for stop in Stop}
+END_STATES = {stop.value: "stopped" if stop.is_resumable else stop.status for stop in Stop}
 """States that a run can be in after its end, keyed by the reason for the end. A run that was stopped can be resumed."""
-CERTIFICATE_CURES = {
+CERTIFICATE_HINT_BY_NAME = {
     "server's certificate": "run 'fedloom deploy renew' on the deployment's directory, where the folder authority/ is "
     "kept, copy the new server.crt and server.key to the server, reload the reverse proxy and restart the superlink's "
     "unit",
@@ -54,7 +54,7 @@ def _explain_unexpected_content() -> Iterator[None]:
         raise RunDirError(f"the server's log and checkpoints are inconsistent ({what}). Nothing was changed") from None
 
 
-def server_of(folder: Path) -> Server:
+def find_server(folder: Path) -> Server:
     """Return the server's settings from a deployment's directory or from the server's folder.
 
     Raises:
@@ -138,7 +138,7 @@ def summarize_counters(log: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 @_explain_unexpected_content()
-def status_of(server: Server) -> dict[str, Any]:
+def read_status(server: Server) -> dict[str, Any]:
     """Return a deployment's progress as plain values, which ``fedloom deploy status --json`` prints.
 
     The keys are:
@@ -161,7 +161,7 @@ def status_of(server: Server) -> dict[str, Any]:
     Raises:
         RunDirError: the files are inconsistent with each other.
     """
-    log, meta = lines_of(server.audit), Checkpoints(server.checkpoints).meta() or {}
+    log, meta = read_entries(server.audit), Checkpoints(server.checkpoints).meta() or {}
     rounds, seconds, more = meta.get("round", 0), meta.get("seconds", []), meta.get("more", {})
     members, document = {m.client: m.site for m in server.sites}, _read_experiment_file(server.experiment)
     scores, means = list[dict[str, Any]](), list[dict[str, Any]]()
@@ -204,7 +204,7 @@ def status_lines(status: Mapping[str, Any]) -> list[str]:
         texts.append(f"{row['model']} model, round {row['round']}, mean over sites: {', '.join(figures)}")
     texts += [
         f"the {name} {'expires' if _parse_time(end) > datetime.now(UTC) else 'expired'} on {end[:10]}: "
-        f"{CERTIFICATE_CURES[name]}"
+        f"{CERTIFICATE_HINT_BY_NAME[name]}"
         for name, end in status["certificates"].items()
         if _parse_time(end) < datetime.now(UTC) + EXPIRY_NOTICE
     ]
@@ -278,7 +278,7 @@ class _Collector:
                     family.add_metric(key, value)
             return family
 
-        status = status_of(self._server)
+        status = read_status(self._server)
         sites = {(site["site"],): site for site in status["sites"]}
         seconds = status["round_seconds"] or {}
         yield gauge("rounds_done", "rounds done", {(): status["rounds"]})

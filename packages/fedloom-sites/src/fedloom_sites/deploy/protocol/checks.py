@@ -39,7 +39,7 @@ from fedloom_sites.deploy.protocol.envelope import (
     Kind,
     PendingRequest,
     ValidReply,
-    digest_of,
+    digest_arrays,
     unseal_message,
 )
 from fedloom_sites.deploy.protocol.identity import is_signed
@@ -52,7 +52,7 @@ from fedloom_sites.deploy.protocol.rejected import (
     UnusableUpload,
     make_printable,
 )
-from fedloom_sites.deploy.settings import Server, norm_bound_of
+from fedloom_sites.deploy.settings import Server, get_norm_bound
 from fedloom_sites.transport.forms import Forms, Upload, score_names
 
 MAX_WORK_COUNT = 10**15
@@ -196,7 +196,7 @@ class ReplyChecks:
             "kind": pending.kind,
             "round": pending.round,
             "nonce": pending.nonce,
-            "digest": digest_of(draft.envelope.arrays),
+            "digest": digest_arrays(draft.envelope.arrays),
             **({} if pending.client is None else {"client": pending.client}),
         }
         for name, value in wanted.items():
@@ -309,7 +309,7 @@ class ReplyChecks:
         assert job is not None
         norms = {name: float(length) for name, length in upload_norms(job, up, pending.down).items()}
         for name, norm in norms.items():
-            bound = norm_bound_of(self._settings.norm_bound, name)
+            bound = get_norm_bound(self._settings.norm_bound, name)
             if not (norm <= bound and math.isfinite(norm)):
                 raise RejectedReply(
                     11, f"the norm of the difference in {name} is {norm:.4g}, but at most {bound:.4g} is allowed"

@@ -193,7 +193,7 @@ class ValidReply(NamedTuple):
     digest: str
 
 
-def digest_of(arrays: Sequence[bytes]) -> str:
+def digest_arrays(arrays: Sequence[bytes]) -> str:
     """Return the SHA-256 of the arrays, each preceded by its length, as hexadecimal digits."""
     digest = hashlib.sha256()
     for part in arrays:
@@ -228,11 +228,11 @@ def common_head(experiment: str, kind: str, round: int, client: int, nonce: byte
     )
 
 
-def message_of(request: SiteRequest, round: int, experiment: str, ttl: float) -> tuple[Message, PendingRequest]:
+def make_message(request: SiteRequest, round: int, experiment: str, ttl: float) -> tuple[Message, PendingRequest]:
     """Return a Flower message to a site with a fresh nonce, and the entry to keep until the reply arrives."""
     nonce, round = new_nonce(), round if request.round is None else request.round
     client = -1 if request.client is None else request.client
-    head = common_head(experiment, request.kind, round, client, nonce, digest_of(request.arrays))
+    head = common_head(experiment, request.kind, round, client, nonce, digest_arrays(request.arrays))
     records, kind = seal_message({**head, **(request.extra_fields or {})}, request.arrays), MESSAGE_TYPES[request.kind]
     message = Message(records, dst_node_id=request.node, message_type=kind, ttl=ttl, group_id=str(round))
     down, read, most = request.down, request.read, request.max_reply_bytes

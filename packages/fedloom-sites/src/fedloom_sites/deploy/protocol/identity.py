@@ -17,13 +17,13 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedloom.errors import ConfigError
-from fedloom.storage.files import content_of
+from fedloom.storage.files import read_content
 
 NONCE_BYTES = 16
 """Length of a nonce in bytes."""
 
 
-KEY_CURE = "Restore this site's own key, or ask the coordinator for new keys (fedloom deploy rotate)"
+SITE_KEY_HINT = "Restore this site's own key, or ask the coordinator for new keys (fedloom deploy rotate)"
 """Advice about a private key that a site cannot use."""
 
 
@@ -43,22 +43,22 @@ def read_signing_key(path: Path, agreed: str = "") -> Ed25519PrivateKey:
     Raises:
         ConfigError: the file is missing, is not an Ed25519 key in OpenSSH format, or is another site's key.
     """
-    content = content_of(path, "the signing key")
+    content = read_content(path, "the signing key")
     try:
         key = load_ssh_private_key(content, None)
     except (ValueError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"{path} is not a private key in OpenSSH format: {error}") from None
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(f"{path} is not an Ed25519 key. Replies must be signed with an Ed25519 key")
-    public, line = public_file_of(path), public_key_line(content)
+    public, line = public_key_path(path), public_key_line(content)
     if agreed and not agreed.startswith(line):
-        raise ConfigError(f"{path} is not this site's agreed-upon key. {KEY_CURE}")
-    if not agreed and public.exists() and not content_of(public).decode(errors="replace").startswith(line):
-        raise ConfigError(f"{path} is not the private key of {public.name}. {KEY_CURE}")
+        raise ConfigError(f"{path} is not this site's agreed-upon key. {SITE_KEY_HINT}")
+    if not agreed and public.exists() and not read_content(public).decode(errors="replace").startswith(line):
+        raise ConfigError(f"{path} is not the private key of {public.name}. {SITE_KEY_HINT}")
     return key
 
 
-def public_file_of(path: Path) -> Path:
+def public_key_path(path: Path) -> Path:
     """Return the path of the public key that matches a private-key file."""
     return path.with_name(f"{path.name}.pub")
 

@@ -32,7 +32,7 @@ def upload_norms(job: Job, up: Any, down: Any) -> dict[str, Tensor]:
     return norms
 
 
-def shorten_upload(job: Job, up: Any, down: Any, bounds: Mapping[str, float]) -> tuple[Any, bool]:
+def clip_upload(job: Job, up: Any, down: Any, bounds: Mapping[str, float]) -> tuple[Any, bool]:
     """Project the fields of one client's upload onto their bounds.
 
     Two bounds apply: the agreed norm of a field's difference, and ``engine.norm_bound`` for the field itself.

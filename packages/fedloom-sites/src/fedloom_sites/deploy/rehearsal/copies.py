@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flwr.app import RecordDict
 
 from fedloom.data import Federation
-from fedloom.errors import FedloomError, sentence_of
+from fedloom.errors import FedloomError, describe_error
 from fedloom_sites.deploy.code import CODE_FOLDER, INITIAL_MODEL_FILE
 from fedloom_sites.deploy.ops.keys import KeyPair, make_key_pair
 from fedloom_sites.deploy.protocol.envelope import REQUEST_FIELDS, Envelope, seal_message, unseal_message
@@ -63,20 +63,20 @@ class StandInSite:
                 {"status": "ok", "reason": ""},
             )
         except FedloomError as error:
-            arrays, head = [], {"status": "refused", "reason": sentence_of(error)}
+            arrays, head = [], {"status": "refused", "reason": describe_error(error)}
         return seal_message(head, arrays)
 
     def _answer(self, envelope: Envelope) -> bytes:
         head, arrays, member = envelope.head, envelope.arrays, self._member
         kind, t, nonce = head["kind"], head["round"], head.get("session", b"")
         if kind in ("masked", "tally"):
-            return self._vector(t, nonce, head["accepted"], arrays, trains=kind == "masked")
+            return self._make_vector(t, nonce, head["accepted"], arrays, trains=kind == "masked")
         steps = {"keys": member.keys, "shares": member.shares, "agree": member.agree, "count": member.count}
         step: Any = steps.get(kind, member.reveal)
         answer: bytes = step(t, nonce, *arrays)
         return answer
 
-    def _vector(self, t: int, nonce: bytes, accepted: int, arrays: Sequence[bytes], *, trains: bool) -> bytes:
+    def _make_vector(self, t: int, nonce: bytes, accepted: int, arrays: Sequence[bytes], *, trains: bool) -> bytes:
         message, inbox, *models = arrays[trains:]
         terms, site, agreed = read_terms(message), self.site, self._member.agreed
         check_terms(terms, site.client, self.sizes, self.figures, site.clients, accepted)
@@ -157,7 +157,7 @@ class RehearsedSite:
                 sites[c] = StandInSite(site, key, client.trainer, count, client.figures if count[0] else "")
         return RogueServer(sites, client.trainer)
 
-    def later_rogue(self, number: int, memory: Path) -> RogueServer:
+    def make_later_rogue_server(self, number: int, memory: Path) -> RogueServer:
         """Return a server for one of several experiments on the same data.
 
         The site keeps a common record of these experiments.

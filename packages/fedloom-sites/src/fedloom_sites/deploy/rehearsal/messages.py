@@ -13,11 +13,17 @@ from flwr.app import ArrayRecord, ConfigRecord
 from fedloom.analyses import Question, client_rows
 from fedloom.analyses.patients import Groups
 from fedloom.engine.privacy import epsilon
-from fedloom.errors import FedloomError, direction_in, sentence_of
+from fedloom.errors import FedloomError, describe_error, direction_in
 from fedloom_sites.deploy.alarms import site_status
 from fedloom_sites.deploy.analyses import DEFAULT_MIN_SUBJECTS
-from fedloom_sites.deploy.noise import deployed_setting, noise_of_site
-from fedloom_sites.deploy.protocol.envelope import COMMON_FIELDS, REQUEST_FIELDS, common_head, digest_of, seal_message
+from fedloom_sites.deploy.noise import deployed_setting, get_site_noise
+from fedloom_sites.deploy.protocol.envelope import (
+    COMMON_FIELDS,
+    REQUEST_FIELDS,
+    common_head,
+    digest_arrays,
+    seal_message,
+)
 from fedloom_sites.deploy.rehearsal.copies import RehearsedSite
 from fedloom_sites.deploy.rehearsal.outcomes import AttackOutcome, InapplicableAttack, judge_attack
 from fedloom_sites.deploy.rehearsal.rogue import BLANK_VALUES, RogueServer
@@ -124,14 +130,14 @@ def send_bad_messages(site: RehearsedSite) -> AttackOutcome:
     rogue = site.rogue(**BUDGET_SETTINGS)
     state = rogue.sites[site.client].site.state
     answered, sent = list[str](), 0
-    if _status_of(rogue, site.client, write_good_message(site, rogue)) != "ok":
+    if _read_status(rogue, site.client, write_good_message(site, rogue)) != "ok":
         raise InapplicableAttack(f"the site rejects valid messages: {rogue.refused[-1]}")
-    before = _files_of(state)
+    before = _list_files(state)
     for message in write_bad_messages(site, rogue):
         sent += 1
-        if _status_of(rogue, site.client, message) == "ok":
+        if _read_status(rogue, site.client, message) == "ok":
             answered.append(message.name)
-    wrong = [*answered, *(f"the file {name}" for name in sorted(_files_of(state) - before))]
+    wrong = [*answered, *(f"the file {name}" for name in sorted(_list_files(state) - before))]
     return judge_attack(
         bool(wrong),
         f"{sent} malformed, foreign, truncated and huge messages",
@@ -140,10 +146,10 @@ def send_bad_messages(site: RehearsedSite) -> AttackOutcome:
     )
 
 
-def _status_of(rogue: RogueServer, c: int, message: BadMessage) -> str:
+def _read_status(rogue: RogueServer, c: int, message: BadMessage) -> str:
     fields = {**COMMON_FIELDS, **REQUEST_FIELDS.get(message.kind, {})}
     head = {name: BLANK_VALUES[type_] for name, type_ in fields.items()}
-    head |= common_head(rogue.sites[c].site.fingerprint, message.kind, 0, c, b"", digest_of(message.arrays))
+    head |= common_head(rogue.sites[c].site.fingerprint, message.kind, 0, c, b"", digest_arrays(message.arrays))
     head |= {k: v for k, v in message.head.items() if k in head or k == "path"}
     head.pop(message.drop, None)
     reply = rogue.sites[c].reply(seal_message(head, message.arrays))
@@ -158,7 +164,7 @@ def _status_of(rogue: RogueServer, c: int, message: BadMessage) -> str:
     return "refused" if is_sentence else "ok"
 
 
-def _files_of(folder: Path) -> set[str]:
+def _list_files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
@@ -168,7 +174,7 @@ def send_huge_message(site: RehearsedSite) -> AttackOutcome:
     rogue = site.rogue(message_limit=limit)
     message = BadMessage("huge", "train" if site.site.secure is None else "masked", {"round": 1}, [bytes(limit + 1)])
     return judge_attack(
-        _status_of(rogue, site.client, message) == "ok",
+        _read_status(rogue, site.client, message) == "ok",
         "one byte more than message_limit",
         f"a site reads at most {site.site.message_limit >> 20} MiB of one message (message_limit)",
         "the site read it",
@@ -210,7 +216,7 @@ def overdraw_epsilon(site: RehearsedSite) -> AttackOutcome:
     """Return the outcome of requests that exceed the site's epsilon: every round twice, with different models."""
     copy = site.copy()
     trainer = copy.trainer
-    noise = noise_of_site(deployed_setting(trainer.experiment.methods[0].setting, site.site.survivors))
+    noise = get_site_noise(deployed_setting(trainer.experiment.methods[0].setting, site.site.survivors))
     limit = site.site.epsilon
     if noise is None and limit is None:
         raise InapplicableAttack("the agreement contains neither noise (delta) nor a limit on epsilon")
@@ -317,7 +323,7 @@ def _ask_analysis(site: RehearsedSite, rogue: RogueServer, step: AnalysisStep) -
 
 def read_disguised_names(site: RehearsedSite) -> AttackOutcome:
     """Return the outcome of a table with a column name that changes the direction of text."""
-    path, data = _table_of(site)
+    path, data = _write_table(site)
     path.write_text(f"{BIDI_NAME},label\n1,0\n2,1\n", encoding="utf-8")
     reason = _read_table(site, data)
     return judge_attack(
@@ -331,7 +337,7 @@ def read_disguised_names(site: RehearsedSite) -> AttackOutcome:
 
 def read_oversized_table(site: RehearsedSite) -> AttackOutcome:
     """Return the outcome of a small file that expands to a huge table."""
-    path, data = _table_of(site, ".csv.gz")
+    path, data = _write_table(site, ".csv.gz")
     block = b"1,0\n" * (1 << 18)
     with gzip.open(path, "wb", compresslevel=1) as file:
         file.write(b"age,label\n")
@@ -348,7 +354,7 @@ def read_oversized_table(site: RehearsedSite) -> AttackOutcome:
     )
 
 
-def _table_of(site: RehearsedSite, suffix: str = ".csv") -> tuple[Path, dict[str, Any]]:
+def _write_table(site: RehearsedSite, suffix: str = ".csv") -> tuple[Path, dict[str, Any]]:
     """Return the path of a crafted table, and a data source for a site that refers to this path."""
     source = dict(site.site.data)
     key = "path" if "path" in source else "source"
@@ -364,7 +370,7 @@ def _read_table(site: RehearsedSite, data: Mapping[str, Any]) -> str:
     try:
         read_data(trainer.experiment, site.site.with_(data=dict(data)))
     except FedloomError as error:
-        return sentence_of(error)
+        return describe_error(error)
     return ""
 
 

@@ -8,7 +8,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fedloom.errors import ConfigError, sentence_of
+from fedloom.errors import ConfigError, describe_error
 from fedloom.local.oracles.precision import isolate_torch_settings
 from fedloom_sites.deploy.rehearsal.copies import RehearsedSite
 from fedloom_sites.deploy.rehearsal.messages import MESSAGE_ATTACKS
@@ -57,4 +57,4 @@ def _play_attack(copies: RehearsedSite, attack: Callable[[RehearsedSite], Attack
     except InapplicableAttack as error:
         return AttackOutcome("not tried", "", "", str(error))
     except Exception as error:  # an attack that fails does not show that the site is protected
-        return AttackOutcome("OPEN", "the attack ended with an error", "unknown", sentence_of(error))
+        return AttackOutcome("OPEN", "the attack ended with an error", "unknown", describe_error(error))

@@ -20,7 +20,7 @@ from fedloom_sites.deploy.protocol.envelope import (
     REQUEST_FIELDS,
     Kind,
     common_head,
-    digest_of,
+    digest_arrays,
     seal_message,
 )
 from fedloom_sites.deploy.protocol.identity import read_verifying_key
@@ -84,7 +84,7 @@ class RogueServer:
     def exchange(self, c: int, kind: str, *arrays: bytes, **fields: Any) -> tuple[dict[str, Any], list[bytes]]:
         """Send a message with arbitrary fields, and return the head and the arrays of the reply."""
         head = {name: BLANK_VALUES[type_] for name, type_ in {**COMMON_FIELDS, **REQUEST_FIELDS.get(kind, {})}.items()}
-        head |= common_head(self.sites[c].site.fingerprint, kind, 0, c, b"", digest_of(arrays)) | fields
+        head |= common_head(self.sites[c].site.fingerprint, kind, 0, c, b"", digest_arrays(arrays)) | fields
         reply = self.sites[c].reply(seal_message(head, arrays))
         reply_head, data = reply["head"], reply["arrays"]
         assert isinstance(reply_head, ConfigRecord)
@@ -145,7 +145,7 @@ class RogueSession:
         adverts = [self.ask(c, "keys") for c in clients]
         self.adverts = secure.write_adverts([secure.read_adverts(a)[0] for a in adverts if a is not None])
         name = secure.session_name(here.secure.digest(here.fingerprint), t, self.nonce)
-        self.session = secure.session_of(name, here.secure.threshold, secure.read_adverts(self.adverts))
+        self.session = secure.build_session(name, here.secure.threshold, secure.read_adverts(self.adverts))
         sealed = {c: self.ask(c, "shares", self.adverts) for c in clients}
         self.sealed = {c: secure.split_parts(m, shares.SEALED_SHARE_BYTES) for c, m in sealed.items() if m is not None}
         self.vectors = dict[int, bytes]()
@@ -178,7 +178,7 @@ class RogueSession:
     def count(self, c: int, survivors: Collection[int] | None = None) -> None:
         """Ask a site for the shares that open the counters of those sites whose vectors arrived."""
         listed = [*(survivors or self.vectors)]
-        digest = hashlib.sha256(self.counters_of(listed)).digest()
+        digest = hashlib.sha256(self.masked_counters(listed)).digest()
         sent_back = self.ask(c, "count", secure.join_parts({s: self.vectors[s][:64] for s in listed}), digest)
         if sent_back is not None:
             self.shown[c] = sent_back
@@ -188,7 +188,7 @@ class RogueSession:
         """Length in bytes of the counters at the end of a vector. Zero if the session has no counters."""
         return counters.counters_bytes(len(self.session.adverts)) if self.has_counters else 0
 
-    def counters_of(self, clients: Collection[int]) -> bytes:
+    def masked_counters(self, clients: Collection[int]) -> bytes:
         """Return the masked counters of some sites, as the sites in a sum read them."""
         return secure.join_parts({c: self.vectors[c][-self.counters_bytes :] for c in clients})
 
@@ -198,7 +198,7 @@ class RogueSession:
         agreed = self.rogue.sites[min(self.vectors)].site.secure
         assert agreed is not None
         public = {c: read_verifying_key(agreed.keys[c], f"client {c}") for c in self.vectors}
-        messages = secure.split_parts(self.counters_of(self.vectors), self.counters_bytes)
+        messages = secure.split_parts(self.masked_counters(self.vectors), self.counters_bytes)
         sites = sum(bool(terms.sizes[c][0]) for c in self.vectors)
         return counters.open_counters(
             self.session, self.bound(terms), [*self.sealed], messages, answers, public, sites
@@ -225,7 +225,7 @@ class RogueSession:
                     self.count(s, survivors)
             if len(self.shown) < self.session.threshold:
                 return
-            sent_back = self.ask(c, "unmask", signed, self.counters_of(listed), secure.join_parts(self.shown))
+            sent_back = self.ask(c, "unmask", signed, self.masked_counters(listed), secure.join_parts(self.shown))
         else:
             sent_back = self.ask(c, "unmask", signed)
         if sent_back is not None:

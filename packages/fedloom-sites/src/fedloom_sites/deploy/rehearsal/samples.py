@@ -13,7 +13,7 @@ from torch import Tensor
 from fedloom.data import Federation
 from fedloom.engine.clients.scores import pass_shared
 from fedloom.engine.job import Job
-from fedloom_sites.deploy.noise import deployed_setting, noise_of_site
+from fedloom_sites.deploy.noise import deployed_setting, get_site_noise
 from fedloom_sites.deploy.protocol.lengths import is_absolute_model
 from fedloom_sites.deploy.rehearsal.copies import RehearsedSite
 from fedloom_sites.deploy.rehearsal.outcomes import AttackOutcome, InapplicableAttack, judge_attack
@@ -118,7 +118,7 @@ def read_bins(layer: FirstLayer, job: Job, change: Tensor) -> Tensor:
     return weights[is_moved] / biases[is_moved, None]
 
 
-def count_read(candidates: Tensor, rows: Tensor) -> int:
+def count_recovered(candidates: Tensor, rows: Tensor) -> int:
     """Return the number of samples that at least one candidate matches up to a relative error of `READ_ERROR`."""
     finite = candidates[candidates.isfinite().all(1)]
     if not len(finite):
@@ -127,7 +127,7 @@ def count_read(candidates: Tensor, rows: Tensor) -> int:
     return int((distance <= READ_ERROR * rows.norm(dim=1).clamp(min=1e-12)).sum())
 
 
-def change_of(job: Job, fields: dict[str, Tensor]) -> Tensor:
+def compute_change(job: Job, fields: dict[str, Tensor]) -> Tensor:
     """Return the change of the model ``[d]`` in an upload or a sum of uploads.
 
     Raises:
@@ -156,18 +156,18 @@ def ask_change(site: RehearsedSite, rogue: RogueServer, download: bytes) -> Tens
             return None
         vector = UploadVector(job, rogue.trainer.forms.idle)
         sums, _, _ = vector.decode(session.total(terms)[: vector.length], site.clients, 1.0)
-        return change_of(job, sums)
+        return compute_change(job, sums)
     upload = rogue.ask(site.client, "train", download, round=1, weight=1 / site.clients, scored=-1)
     if upload is None:
         return None
     up = rogue.trainer.forms.read_up(upload, site.client, rogue.trainer.forms.read_down(download)).up
-    return change_of(job, up._asdict())
+    return compute_change(job, up._asdict())
 
 
-def protection_of_upload(site: RehearsedSite) -> str:
+def describe_protection(site: RehearsedSite) -> str:
     """Return the protection of a site's upload: masks, noise, or nothing."""
     trainer = site.copy().trainer
-    if noise_of_site(deployed_setting(trainer.experiment.methods[0].setting, site.site.survivors)) is not None:
+    if get_site_noise(deployed_setting(trainer.experiment.methods[0].setting, site.site.survivors)) is not None:
         return "noise"
     return "nothing" if site.site.secure is None else "masks"
 
@@ -191,7 +191,7 @@ def read_single_upload(site: RehearsedSite) -> AttackOutcome:
     if upload is None:
         return AttackOutcome("stopped", tried, "nothing", f"the site refuses: {rogue.refused[-1]}")
     learned = f"the whole upload, {len(upload):,} bytes"
-    if protection_of_upload(site) == "noise":
+    if describe_protection(site) == "noise":
         return AttackOutcome("remains", tried, f"{learned}, with its noise", "epsilon counts each upload")
     return AttackOutcome(
         "OPEN", tried, learned, "there are no masks and no noise. Use secure aggregation, or trust the server"
@@ -204,10 +204,10 @@ def read_by_bins(site: RehearsedSite) -> AttackOutcome:
     rows = site_training_rows(site.client, site.fed)
     layer = find_first_layer(rogue.trainer.job, rows.shape[1])
     change = ask_change(site, rogue, craft_bins(rogue, layer, rows))
-    count = 0 if change is None else count_read(read_bins(layer, rogue.trainer.job, change), rows)
+    count = 0 if change is None else count_recovered(read_bins(layer, rogue.trainer.job, change), rows)
     tried = f"one crafted model with {layer.units} bins"
     learned = f"{count} of {len(rows)} training samples, to {READ_ERROR:.0%}"
-    protection = protection_of_upload(site)
+    protection = describe_protection(site)
     if count and protection == "masks":
         remains = "a sum hides the origin of samples, not the samples. Add noise (delta), or trust the server"
         return AttackOutcome("remains", tried, f"{learned}, in the sum of a round", remains)
@@ -335,7 +335,7 @@ def guess_members(site: RehearsedSite) -> AttackOutcome:
     if change is None:
         return AttackOutcome("stopped", tried, "nothing", "the round has no result")
     model = down[0].reshape(-1) + change.to(down[0])
-    losses = {part: _losses_of(job, model, site.client, part) for part in ("train", "validation", "test")}
+    losses = {part: _compute_losses(job, model, site.client, part) for part in ("train", "validation", "test")}
     inside, outside = losses["train"], torch.cat([losses["validation"], losses["test"]])
     if not len(inside) or not len(outside) or not bool(torch.cat([inside, outside]).isfinite().all()):
         raise InapplicableAttack("the site has no training or held-out samples to compare, or a loss is not finite")
@@ -351,7 +351,7 @@ def guess_members(site: RehearsedSite) -> AttackOutcome:
     )
 
 
-def _losses_of(job: Job, model: Tensor, client: int, part: str) -> Tensor:
+def _compute_losses(job: Job, model: Tensor, client: int, part: str) -> Tensor:
     """Return the losses of a model on one part of the site's samples."""
     outputs, index, _ = pass_shared(job, model, torch.tensor([client]), part)
     return job.oracle.task.loss(outputs, job.eval_fed.targets(index)).flatten()[:MAX_COMPARED_SAMPLES]

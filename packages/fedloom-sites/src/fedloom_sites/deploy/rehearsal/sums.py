@@ -228,11 +228,11 @@ def open_series(site: RehearsedSite, name: str, cohorts: Sequence[Collection[int
         The opened sums.
     """
     rows, memory, end = list[Row](), site.folder / name, time.monotonic() + SERIES_SECONDS
-    rogue = site.later_rogue(0, memory)
+    rogue = site.make_later_rogue_server(0, memory)
     first, rounds = rogue.first_download()[0][0], rogue.trainer.rounds
     for k, clients in enumerate(cohorts):
         if k and k % rounds == 0:
-            rogue = site.later_rogue(k // rounds, memory)
+            rogue = site.make_later_rogue_server(k // rounds, memory)
         session, _ = play_session(site, rogue, k % rounds + 1, rogue.write(nudge_model(first, k)), clients=clients)
         rows += [{("uploads", c): 1.0 for c in clients}] if session.is_open else []
         if time.monotonic() > end:
@@ -275,10 +275,10 @@ def repeat_session_start(site: RehearsedSite) -> AttackOutcome:
     """Return the outcome of a second experiment on the same data and the same model, without this site (R12)."""
     agreed_secure_settings(site)
     memory = site.folder / "again"
-    rogue = site.later_rogue(0, memory)
+    rogue = site.make_later_rogue_server(0, memory)
     download = rogue.download()
     before, _ = play_session(site, rogue, 1, download)
-    after, _ = play_session(site, site.later_rogue(1, memory), 1, download, clients=site.other_clients)
+    after, _ = play_session(site, site.make_later_rogue_server(1, memory), 1, download, clients=site.other_clients)
     return judge_attack(
         before.is_open and after.is_open,
         "another experiment on the same data and model without this site",

@@ -26,12 +26,12 @@ MAX_CHANGES = 4
 The number is small because every change reveals a difference between uploads of a site, which secure aggregation is
 meant to hide. If a site is absent more often, the run has to wait for it.
 """
-EXPERIMENTS_REMEMBERED = 32
+MAX_REMEMBERED_EXPERIMENTS = 32
 """Number of recent experiments whose summed models and states a site stores.
 
 The sites in the latest sum are remembered across all experiments.
 """
-SAME_WEIGHT = 1e-6
+WEIGHT_TOLERANCE = 1e-6
 """Relative tolerance for comparing two weights, because the other sites compute them in float32."""
 
 LOST_RECORD: Mapping[str, Any] = {"lost": True}
@@ -143,7 +143,7 @@ class CohortChanges(NamedTuple):
         return self._replace(
             record={
                 **(LOST_RECORD if self.record.get("lost") else {}),
-                "states": dict([*rest.items(), (states.experiment, newest)][-EXPERIMENTS_REMEMBERED:]),
+                "states": dict([*rest.items(), (states.experiment, newest)][-MAX_REMEMBERED_EXPERIMENTS:]),
                 "sites": sorted(sites),
                 "weights": {
                     **self.record.get("weights", {}),
@@ -208,4 +208,4 @@ def find_reweighted_sites(before: Mapping[str, Sequence[float]], now: Mapping[st
 def _scale_weights(one: tuple[float, float], other: tuple[float, float]) -> bool:
     """Return True if the numbers in two pairs have the same ratio."""
     a, b = one[0] * other[1], one[1] * other[0]
-    return abs(a - b) <= SAME_WEIGHT * max(abs(a), abs(b))
+    return abs(a - b) <= WEIGHT_TOLERANCE * max(abs(a), abs(b))

@@ -31,7 +31,7 @@ from fedloom_sites.deploy.secure import counters, shares
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.opened import OpenedSums, read_checked, write_checked
 from fedloom_sites.deploy.secure.protocol import MAX_SITES, SIGNATURE_BYTES, Integers, ProtocolBroken
-from fedloom_sites.deploy.secure.stages import REVEALED_ENTRY, SessionProgress, Stage, progress_of
+from fedloom_sites.deploy.secure.stages import REVEALED_ENTRY, SessionProgress, Stage, read_progress
 from fedloom_sites.deploy.secure.terms import SessionTerms, check_summands
 from fedloom_sites.deploy.settings import SecureSettings, Site
 
@@ -139,12 +139,12 @@ class SessionMember:
             record = {"name": name.hex(), "secrets": [part.hex() for part in secrets], "advert": advert.hex()}
             record |= {"link": link.hex()} if link else {}
             self._save(record)
-        progress_of(record).advance("keys")
-        return self._bytes(record, "advert")
+        read_progress(record).advance("keys")
+        return self._read_bytes(record, "advert")
 
     def shares(self, round: int, nonce: bytes, message: bytes) -> bytes:
         """Return shares of this site's secrets, each sealed for another site that advertised keys (step 2)."""
-        record = self._session(round, nonce, "shares")
+        record = self._check_session(round, nonce, "shares")
         self._store_once(record, "adverts", message.hex())
         if "shares" not in record:
             session, secrets = self._agreed_by(record, message), _stored_secrets(record)
@@ -152,7 +152,7 @@ class SessionMember:
             record["own"] = parts.pop(self._client).hex()
             record["shares"] = secure.join_parts(parts).hex()
             self._save(record)
-        return self._bytes(record, "shares")
+        return self._read_bytes(record, "shares")
 
     def receive(
         self, round: int, nonce: bytes, message: bytes, terms: SessionTerms, weights: Mapping[int, Sequence[float]], *,
@@ -175,7 +175,7 @@ class SessionMember:
             Accusations, keyed by accused site, if a share cannot be decrypted, otherwise empty bytes. An accusation
             ends the session at this site.
         """
-        record = self._session(round, nonce, "masked")
+        record = self._check_session(round, nonce, "masked")
         if "link" in record and not {terms.download, *terms.models} <= {"", record["link"]}:
             raise ProtocolBroken("the terms name another chain of opened sums than the keys of this session")
         self._store_once(record, "inbox", message.hex())
@@ -205,7 +205,7 @@ class SessionMember:
                 record["held"] = {str(c): part.hex() for c, part in held.items()}
                 self._check_change(record, held)
             self._save(record)
-        return self._bytes(record, "accuses") if "accuses" in record else b""
+        return self._read_bytes(record, "accuses") if "accuses" in record else b""
 
     @property
     def answer(self) -> tuple[Integers, tuple[int, ...]] | None:
@@ -235,8 +235,8 @@ class SessionMember:
             counts: this site's counters (see `counters`), whose total the sites check before they open the sum of the
                 vectors. Empty if the sum is opened without counters.
         """
-        record = self._session(round, nonce, "masked")
-        progress_of(record).require_stage(Stage.RECEIVED)
+        record = self._check_session(round, nonce, "masked")
+        read_progress(record).require_stage(Stage.RECEIVED)
         session = self._agreed_by(record)
         self._store_once(record, "counters", [*counts])
         if counts and "tokens" not in record:
@@ -250,7 +250,7 @@ class SessionMember:
         signature = self._key.sign(secure.encode_statement(bound, peers))
         counted = b""
         if counts:
-            tokens = np.frombuffer(self._bytes(record, "tokens"), dtype=np.uint64)
+            tokens = np.frombuffer(self._read_bytes(record, "tokens"), dtype=np.uint64)
             counted = counters.write_counters(session, bound, self._client, secrets, self._key, peers, tokens)
         numbers = sent.astype("<u8", copy=False).tobytes()
         relayed = "link" in record and "uploads" in record["sums"]
@@ -259,7 +259,7 @@ class SessionMember:
 
     def open(self, round: int, nonce: bytes, message: bytes) -> bytes:
         """Return the one-time keys for those of this site's messages that other sites say they cannot decrypt."""
-        record = self._session(round, nonce, "open")
+        record = self._check_session(round, nonce, "open")
         session, secrets = self._agreed_by(record), _stored_secrets(record)
         for accuser, signature in _read_parts(message, SIGNATURE_BYTES).items():
             if accuser not in session.adverts or not shares.is_accused(
@@ -275,8 +275,8 @@ class SessionMember:
 
         This step is necessary only if some vectors are missing.
         """
-        record = self._session(round, nonce, "agree")
-        arrived = self._arrived(record, _read_parts(message, 0))
+        record = self._check_session(round, nonce, "agree")
+        arrived = self._check_arrived(record, _read_parts(message, 0))
         self._check_change(record, arrived)
         self._store_once(record, "arrived", message.hex())
         self._save(record)
@@ -296,18 +296,18 @@ class SessionMember:
             message: signatures of the sites in the sum.
             digest: SHA-256 of the masked counters of all sites in the sum.
         """
-        record = self._session(round, nonce, "count")
+        record = self._check_session(round, nonce, "count")
         if not record["counters"]:
             raise ProtocolBroken("the sum of this session is decrypted without counters")
         signed = _read_parts(message, SIGNATURE_BYTES)
         if "counted" not in record:
-            held, arrived = _list_held_shares(record), self._enter(record, signed)
+            held, arrived = _list_held_shares(record), self._enter_sum(record, signed)
             answer = secure.join_parts(shares.reveal_shares(held, arrived, of_counters=True))
             record |= {"counted": answer.hex(), "survivors": _encode_clients(signed), COUNTERS_ENTRY: digest.hex()}
             self._save(record)
         self._store_once(record, COUNTERS_ENTRY, digest.hex())
         self._store_once(record, "survivors", _encode_clients(signed))
-        return self._bytes(record, "counted")
+        return self._read_bytes(record, "counted")
 
     def reveal(self, round: int, nonce: bytes, message: bytes, counted: bytes = b"", openers: bytes = b"") -> bytes:
         """Return shares of the seeds of sites whose vectors arrived, and of the other sites' masking keys (step 5).
@@ -323,24 +323,24 @@ class SessionMember:
             ProtocolBroken: opening the sum is not allowed. In a session with counters, this includes a sum with too few
                 answers from samples.
         """
-        record = self._session(round, nonce, "unmask")
+        record = self._check_session(round, nonce, "unmask")
         signed = _read_parts(message, SIGNATURE_BYTES)
         survivors = _encode_clients(signed)
         if REVEALED_ENTRY not in record:
             held = _list_held_shares(record)
             if record["counters"]:
                 self._check_counters(record, [*signed], counted, openers)
-            arrived = self._enter(record, signed)
+            arrived = self._enter_sum(record, signed)
             answer = secure.join_parts(shares.reveal_shares(held, arrived)).hex()
             record = {key: value for key, value in record.items() if key in ("name", "link")}
             record |= {REVEALED_ENTRY: answer, "survivors": survivors}  # all secrets are gone
             self._save(record)
         self._store_once(record, "survivors", survivors)
-        return self._bytes(record, REVEALED_ENTRY)
+        return self._read_bytes(record, REVEALED_ENTRY)
 
     # ---------------------------------------------------------------------------------------------------- inside
 
-    def _enter(self, record: dict[str, Any], signed: Mapping[int, bytes]) -> list[int]:
+    def _enter_sum(self, record: dict[str, Any], signed: Mapping[int, bytes]) -> list[int]:
         """Record that a sum is opened, and return the sites in it.
 
         `signed` lists every site in the sum, each with its signature, or with zeros if the site has not signed.
@@ -348,7 +348,7 @@ class SessionMember:
         Raises:
             ProtocolBroken: opening the sum is not allowed.
         """
-        arrived = self._arrived(record, signed)
+        arrived = self._check_arrived(record, signed)
         if not {record.get("arrived"), record.get("survivors")} <= {None, _encode_clients(signed)}:
             raise ProtocolBroken("this site has signed a sum over different sites")
         secure.check_statement(self._agreed_by(record), self._bound(record), signed, self._public)
@@ -408,7 +408,7 @@ class SessionMember:
         """True if the site's uploads stay neutral from now on (see `OpenedSums.stays_neutral`)."""
         return self._opened.stays_neutral()
 
-    def _arrived(self, record: dict[str, Any], clients: Collection[int]) -> list[int]:
+    def _check_arrived(self, record: dict[str, Any], clients: Collection[int]) -> list[int]:
         """Check that a sum may be opened, and return its sites.
 
         Raises:
@@ -431,12 +431,12 @@ class SessionMember:
         peers = [int(c) for c in record["held"]]
         return secure.session_binding(self._agreed_by(record), bytes.fromhex(record["terms"]), peers)
 
-    def _session(self, round: int, nonce: bytes, kind: Kind) -> dict[str, Any]:
+    def _check_session(self, round: int, nonce: bytes, kind: Kind) -> dict[str, Any]:
         """Check that the session's stage permits an answer to this kind of message, and return the session's record."""
         record = self._load()
         link = bytes.fromhex(record.get("link", ""))
         same = record.get("name") == secure.session_name(self._agreement, round, nonce, link).hex()
-        (progress_of(record) if same else SessionProgress()).advance(kind)
+        (read_progress(record) if same else SessionProgress()).advance(kind)
         return record
 
     def _store_once(self, record: dict[str, Any], name: str, value: object) -> None:
@@ -450,7 +450,7 @@ class SessionMember:
     def _agreed_by(self, record: dict[str, Any], message: bytes | None = None) -> secure.Session:
         """Return the session of the sites that advertised keys, after checking newly arrived advertisements."""
         if message is None:
-            return _session_of(bytes.fromhex(record["name"]), self._agreed.threshold, record["adverts"])
+            return _rebuild_session(bytes.fromhex(record["name"]), self._agreed.threshold, record["adverts"])
         name, adverts = bytes.fromhex(record["name"]), _stored_adverts(message)
         try:
             secure.check_adverts(name, adverts, self._public)
@@ -465,10 +465,10 @@ class SessionMember:
             raise ProtocolBroken("this site's own keys are missing, or are not the keys that the site advertised")
         if len(adverts) < self._agreed.threshold:
             raise ProtocolBroken(f"{len(adverts)} sites advertised keys, but {self._agreed.threshold} are required")
-        return secure.session_of(name, self._agreed.threshold, adverts)
+        return secure.build_session(name, self._agreed.threshold, adverts)
 
     @staticmethod
-    def _bytes(record: dict[str, Any], name: str) -> bytes:
+    def _read_bytes(record: dict[str, Any], name: str) -> bytes:
         return bytes.fromhex(record[name])
 
     def _load(self) -> dict[str, Any]:
@@ -479,9 +479,9 @@ class SessionMember:
 
 
 @lru_cache(maxsize=1)
-def _session_of(name: bytes, threshold: int, adverts: str) -> secure.Session:
+def _rebuild_session(name: bytes, threshold: int, adverts: str) -> secure.Session:
     """Rebuild a session from the advertisements that were stored."""
-    return secure.session_of(name, threshold, _stored_adverts(bytes.fromhex(adverts)))
+    return secure.build_session(name, threshold, _stored_adverts(bytes.fromhex(adverts)))
 
 
 def _encode_clients(clients: Collection[int]) -> str:

@@ -22,21 +22,21 @@ from typing import Any
 
 from fedloom.storage import make_folder, release_lock, take_lock, write_atomic
 from fedloom.storage.disk import check_regular_file
-from fedloom_sites.deploy.audit import SENT_FILE, lines_of
+from fedloom_sites.deploy.audit import SENT_FILE, read_entries
 from fedloom_sites.deploy.secure.changes import (
-    EXPERIMENTS_REMEMBERED,
     LOST_RECORD,
     MAX_CHANGES,
+    MAX_REMEMBERED_EXPERIMENTS,
     AnswerStates,
     CohortChanges,
 )
 from fedloom_sites.deploy.secure.counters import NEUTRAL_COUNTS
 from fedloom_sites.deploy.secure.protocol import MAX_ANALYSIS_STEPS, ProtocolBroken
 
-REMEMBERED_SUMS = 64
+MAX_REMEMBERED_SUMS = 64
 """Number of an experiment's latest sums that a site remembers. The site takes no part in a sum of an older round."""
 OPENED_FILE = "opened.json"
-STEPS_FILE_END = "-steps.json"
+STEPS_FILE_SUFFIX = "-steps.json"
 """File name ending of a site's records of analysis steps. The site records a step before it answers the step."""
 ANALYSES_ENTRY = "analyses"
 """Key of the entry that applies to every analysis that has no own entry."""
@@ -108,7 +108,7 @@ class OpenedSums:
             if all(opened.get(w, {}).get(str(t)) == again[w] for w, t in sums.items()):
                 return
             states = self._collect_states(sums, bases)
-            self._changes(record).add_sum(*self._counting(bases, weights), states)
+            self._changes(record).add_sum(*self._find_unknown_sites(bases, weights), states)
 
     def stays_neutral(self) -> bool:
         """Return True if uploads must stay neutral, because switching twice more would exceed the agreed changes.
@@ -176,13 +176,13 @@ class OpenedSums:
                             f"the {what} on these models were already summed in another round, and {apart} of the "
                             "sites differ. The difference between the two sums would reveal these sites"
                         )
-                while len(opened) > REMEMBERED_SUMS:
+                while len(opened) > MAX_REMEMBERED_SUMS:
                     oldest = min(opened, key=int)
                     del opened[oldest]
                     experiment["forgotten"][what] = int(oldest)
             if is_new and weights is not None:
                 changes = self._changes(record).add_sum(
-                    *self._counting(bases, weights), self._collect_states(sums, bases)
+                    *self._find_unknown_sites(bases, weights), self._collect_states(sums, bases)
                 )
                 record |= {"sites": changes.record, "own": self._own}
             if is_new and "uploads" in sums and any(counts[:2]):
@@ -197,7 +197,7 @@ class OpenedSums:
     def _name(self, client: str) -> str:
         return self._names[int(client)] if client.isdecimal() and int(client) < len(self._names) else client
 
-    def _counting(
+    def _find_unknown_sites(
         self, clients: Iterable[str], weights: Mapping[str, Mapping[str, Sequence[float]]]
     ) -> tuple[list[str], dict[str, dict[str, tuple[float, ...]]]]:
         """Return the sites in a sum whose contribution is unknown, and their weights by name."""
@@ -231,7 +231,7 @@ class OpenedSums:
 
         The other sums of the session do not matter: a round's uploads may be summed again without scores.
         """
-        named = self._counting(bases, {w: one for w, one in (weights or {}).items() if w == what})[1]
+        named = self._find_unknown_sites(bases, {w: one for w, one in (weights or {}).items() if w == what})[1]
         digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:16]
         step = {"question": question} if question else {}
         return {"bases": {self._name(c): t for c, t in bases.items()}, "weights": digest, **step}
@@ -273,7 +273,7 @@ class OpenedSums:
 
     def _write(self, record: dict[str, Any]) -> None:
         own_sums, other_sums = self._folder.name, record["experiments"]
-        kept = [*(e for e in other_sums if e != own_sums), own_sums][-EXPERIMENTS_REMEMBERED:]
+        kept = [*(e for e in other_sums if e != own_sums), own_sums][-MAX_REMEMBERED_EXPERIMENTS:]
         write_checked(self._memory / OPENED_FILE, {**record, "experiments": {e: other_sums[e] for e in kept}})
 
     def _read_experiment(self, record: dict[str, Any]) -> dict[str, Any]:
@@ -291,7 +291,7 @@ class OpenedSums:
             return content
         rounds = [int(p.stem.partition("-")[2]) for p in self._folder.glob("round-*.state")]
         newest = max([*rounds, *_summed_rounds(self._folder)], default=-1)
-        answered = [read_checked(path) or {} for path in self._folder.glob(f"*{STEPS_FILE_END}")]
+        answered = [read_checked(path) or {} for path in self._folder.glob(f"*{STEPS_FILE_SUFFIX}")]
         untouched = bool(answered) and all(one.get("whole") is True and not one["steps"] for one in answered)
         steps = {} if newest < 0 or untouched else {ANALYSES_ENTRY: MAX_ANALYSIS_STEPS}
         document = {"past": [], "opened": {}, "forgotten": {"uploads": newest, "scores": newest, **steps}}
@@ -331,7 +331,7 @@ def _summed_rounds(folder: Path) -> list[int]:
     """Return the rounds of an experiment that a site provided shares for, according to its log of sent data."""
     return [
         line["round"]
-        for line in lines_of(folder / SENT_FILE)
+        for line in read_entries(folder / SENT_FILE)
         if line.get("kind") in ("count", "unmask") and line.get("status") == "ok" and isinstance(line.get("round"), int)
     ]
 
@@ -340,7 +340,7 @@ def _record_session_end(record: dict[str, Any], name: str) -> bool:
     """Record that a session has ended, and return True if its end was not yet recorded."""
     new = name not in record["past"]
     if new:
-        record["past"] = [*record["past"], name][-REMEMBERED_SUMS:]
+        record["past"] = [*record["past"], name][-MAX_REMEMBERED_SUMS:]
     return new
 
 

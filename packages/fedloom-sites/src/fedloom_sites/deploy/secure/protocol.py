@@ -378,6 +378,6 @@ def read_adverts(message: bytes) -> list[KeyAdvert]:
     return [KeyAdvert(c, *(part[cut] for cut in cuts)) for c, part in parts.items()]
 
 
-def session_of(name: bytes, threshold: int, adverts: Collection[KeyAdvert]) -> Session:
+def build_session(name: bytes, threshold: int, adverts: Collection[KeyAdvert]) -> Session:
     """Build the session of all sites that have advertised keys."""
     return Session(name, threshold, {a.client: a for a in sorted(adverts)})

@@ -17,7 +17,7 @@ from fedloom.errors import WireError
 from fedloom_sites.deploy.groups import Cells
 from fedloom_sites.deploy.noise import SharedMean
 from fedloom_sites.deploy.protocol.envelope import SESSION_STEPS, Envelope, Kind
-from fedloom_sites.deploy.protocol.lengths import shorten_upload
+from fedloom_sites.deploy.protocol.lengths import clip_upload
 from fedloom_sites.deploy.protocol.public import publish_reasons
 from fedloom_sites.deploy.replay import ModelReplay
 from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, NEUTRAL_COUNTS, SILENT_COUNTS
@@ -25,7 +25,7 @@ from fedloom_sites.deploy.secure.member import SessionMember
 from fedloom_sites.deploy.secure.protocol import ACCUSATION_PREFIX, Integers, ProtocolBroken, draw_random_integers
 from fedloom_sites.deploy.secure.terms import SessionTerms, check_models, check_summands, check_terms, read_terms
 from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector, bits_before
-from fedloom_sites.deploy.settings import Site, norm_bound_of
+from fedloom_sites.deploy.settings import Site, get_norm_bound
 from fedloom_sites.deploy.site.analyses import SiteAnalyses
 from fedloom_sites.deploy.site.asked import AskedModels
 from fedloom_sites.deploy.site.groups import SiteGroups
@@ -75,7 +75,7 @@ class MaskedAnswers:
             return ""
         vector, groups, bits = ScoreVector(trainer.job), self._groups, 0
         if trainer.scoring == "masked":
-            bits = vector.definable(client) | groups.sums.bits(groups.members) << len(vector.figures)
+            bits = vector.find_definable_figures(client) | groups.sums.bits(groups.members) << len(vector.figures)
         bits |= self._analyses.bits
         return f"{bits:x}" if bits else ""
 
@@ -92,7 +92,7 @@ class MaskedAnswers:
             self._analyses.keep(single_array(arrays))
             return {"samples": part_sizes(self._trainer.fed, self._site.client)[0]}, [], None
         if kind in ("masked", "tally"):
-            return {}, [self._masked(envelope)], None
+            return {}, [self._mask_answer(envelope)], None
         if kind == "keys":
             self._analyses.begin()
         linked = int(self._agreed.verify)
@@ -127,7 +127,7 @@ class MaskedAnswers:
         scores = trainer.scores(job, envelope.arrays, head["round"], common=head["global"])
         return {"samples": part_sizes(trainer.fed, self._site.client)[0]}, [], message_metrics(scores)
 
-    def _masked(self, envelope: Envelope) -> bytes:
+    def _mask_answer(self, envelope: Envelope) -> bytes:
         """Return the site's masked training result, its masked scores of the received models, or both."""
         head, t, trains = envelope.head, envelope.head["round"], envelope.head["kind"] == "masked"
         trainer, client = self._trainer, self._site.client
@@ -146,7 +146,7 @@ class MaskedAnswers:
                 download, models = self._replay.compute_messages(terms, download, models)
             else:
                 check_models(terms, download, models)
-        weights_of_all = terms.weights(self._weighed(terms))
+        weights_of_all = terms.weights(self._set_shares(terms))
         with publish_reasons():
             check_summands(weights_of_all, terms.cohort, self._agreed.threshold, self._agreed.max_share)
             self._asked.enter_masked(terms, head["accepted"])
@@ -156,11 +156,11 @@ class MaskedAnswers:
         if accusations:
             return ACCUSATION_PREFIX + accusations
         if terms.question is not None:
-            return self._under_masks(envelope, *self._computed_once(lambda: self._analyses.answer(terms, models)))
-        job, state = trainer.attach_local_data(head["accepted"], self._weighed(terms))
+            return self._mask_vector(envelope, *self._compute_once(lambda: self._analyses.answer(terms, models)))
+        job, state = trainer.attach_local_data(head["accepted"], self._set_shares(terms))
         vectors, counts = list[Integers](), tuple[int, ...]()
         if terms.scored >= 0:
-            vector, counts = self._computed_once(lambda: self._scored(job, terms, models))
+            vector, counts = self._compute_once(lambda: self._score_models(job, terms, models))
             vectors.append(vector)
         if download is not None:
             with publish_reasons():
@@ -177,9 +177,9 @@ class MaskedAnswers:
             if UploadVector(job, trainer.forms.idle).is_counted:
                 upload_counts = NEUTRAL_COUNTS if new.reply["neutral"] else ANSWERED_COUNTS
                 counts = (*upload_counts[:2], *(counts or upload_counts)[2:]) if sizes[0] else ABSENT_COUNTS
-        return self._under_masks(envelope, np.concatenate([np.zeros(0, np.uint64), *vectors]), counts)
+        return self._mask_vector(envelope, np.concatenate([np.zeros(0, np.uint64), *vectors]), counts)
 
-    def _computed_once(
+    def _compute_once(
         self, compute: Callable[[], tuple[Integers, tuple[int, ...]]]
     ) -> tuple[Integers, tuple[int, ...]]:
         """Return the result of ``compute``, or the stored result if it was already computed in this session.
@@ -198,7 +198,7 @@ class MaskedAnswers:
                 self._member.keep_answer(*result)
         return result
 
-    def _scored(self, job: Job, terms: SessionTerms, models: Sequence[bytes]) -> tuple[Integers, tuple[int, ...]]:
+    def _score_models(self, job: Job, terms: SessionTerms, models: Sequence[bytes]) -> tuple[Integers, tuple[int, ...]]:
         """Return the site's encoded scores (after the last round, with the scores of its groups) and its counters.
 
         The vector is zero if any of these scores is not finite, and empty if no scores are summed.
@@ -231,14 +231,14 @@ class MaskedAnswers:
             vector = np.concatenate([vector, of_groups])
         return vector, ANSWERED_COUNTS
 
-    def _under_masks(self, envelope: Envelope, vector: Integers, counts: Sequence[int]) -> bytes:
+    def _mask_vector(self, envelope: Envelope, vector: Integers, counts: Sequence[int]) -> bytes:
         head = envelope.head
         with publish_reasons():
             message = self._member.masked(head["round"], head["session"], vector, counts)
         self._numbers = len(vector) + self._member.counter_count
         return message
 
-    def _weighed(self, terms: SessionTerms) -> Job:
+    def _set_shares(self, terms: SessionTerms) -> Job:
         """Return the run, with the shares of the objective that follow from the numbers of samples in these terms.
 
         The shares are cached as long as the numbers of samples do not change.
@@ -257,8 +257,8 @@ class MaskedAnswers:
         def send(job: Job, state: StateGeneration | None, trained: TrainedRound, down: object) -> dict[str, Tensor]:
             trainer, output, is_cut = self._trainer, trained.output, False
             if not isinstance(job.setting.aggregator, SharedMean):  # which clips in exact arithmetic
-                bounds = {name: norm_bound_of(self._agreed.norm_bound, name) for name in job.fields}
-                upload, is_cut = shorten_upload(job, output.upload, down, bounds)
+                bounds = {name: get_norm_bound(self._agreed.norm_bound, name) for name in job.fields}
+                upload, is_cut = clip_upload(job, output.upload, down, bounds)
                 output = output._replace(upload=upload)
             output = output._replace(work=torch.zeros_like(output.work)) if trainer.private else output
             before = None if state is None else state.group("kept")

@@ -82,7 +82,7 @@ class MaskedSites(Sites):
             return *uploads, self._figures.decode(total[n:], count) if len(total) > n else {}
 
         def request_sum(scored: int, asks: Mapping[int, SiteRequest], *, again: bool = False) -> SessionSum:
-            terms = self._terms(t, shares, asks, scored, download)
+            terms = self._build_terms(t, shares, asks, scored, download)
 
             def letter(c: int, inbox: bytes) -> SiteRequest:
                 models = asks[c].arrays if c in asks else ()
@@ -164,11 +164,11 @@ class MaskedSites(Sites):
         )
         rides = set(self._transport.nodes) <= set(cohort) and alone is None
         if rides if before is None else before.sums.get("scores") == pending.round:
-            return pending.round, self._score_letters(pending)
+            return pending.round, self._make_score_requests(pending)
         if self._tallies:
-            self._tally(pending)
+            self._sum_scores(pending)
         else:
-            self._transport.collect_replies(pending.round, self._score_letters(pending), 0)
+            self._transport.collect_replies(pending.round, self._make_score_requests(pending), 0)
         return -1, {}
 
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
@@ -180,13 +180,13 @@ class MaskedSites(Sites):
             yield from super().score(request)
             return
         if self._tallied[0] != request.round:
-            self._tally(request)
+            self._sum_scores(request)
         yield self.global_sizes(request)
 
     def analysis_sum(
         self, terms: SessionTerms, form: AnswerForm, request: ScoreRequest | None, clients: Sequence[int]
     ) -> AnalysisSum:
-        models = () if request is None else next(iter(self._score_letters(request).values())).arrays
+        models = () if request is None else next(iter(self._make_score_requests(request).values())).arrays
 
         def letter(c: int, inbox: bytes) -> SiteRequest:
             return SiteRequest("tally", c, [terms.encode(), inbox, *models], {"accepted": terms.bases[c]})
@@ -199,7 +199,7 @@ class MaskedSites(Sites):
         assert session.counts is not None
         return AnalysisSum(session.value, session.clients, session.counts)
 
-    def _tally(self, request: ScoreRequest) -> None:
+    def _sum_scores(self, request: ScoreRequest) -> None:
         """Sum the scores of all connected sites in a separate session.
 
         If this fails, the run continues without the scores. After the last round, however, the run waits for the sites.
@@ -207,8 +207,8 @@ class MaskedSites(Sites):
         Raises:
             RunStopped: after the last round, too few sites answered. The run continues once these sites have returned.
         """
-        t, asks = request.round, self._score_letters(request)
-        terms = self._terms(t, asks, asks, t)
+        t, asks = request.round, self._make_score_requests(request)
+        terms = self._build_terms(t, asks, asks, t)
 
         def letter(c: int, inbox: bytes) -> SiteRequest:
             return SiteRequest("tally", c, [terms.encode(), inbox, *asks[c].arrays], self._accepted(c))
@@ -233,7 +233,7 @@ class MaskedSites(Sites):
             self._tallied = t, {}
             self._transport.note("scores given up", t, asks, str(error))
 
-    def _terms(
+    def _build_terms(
         self,
         t: int,
         cohort: Collection[int],

@@ -92,6 +92,6 @@ class SessionProgress(NamedTuple):
         return SessionProgress(max(self.require_stage(earliest).stage, stage))
 
 
-def progress_of(record: Mapping[str, object]) -> SessionProgress:
+def read_progress(record: Mapping[str, object]) -> SessionProgress:
     """Return the stage of a session according to the site's record."""
     return SessionProgress(max((stage for entry, stage in ENTRY_STAGES.items() if entry in record), default=Stage.NEW))

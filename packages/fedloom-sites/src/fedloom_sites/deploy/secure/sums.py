@@ -162,18 +162,18 @@ class SecureSums:
                 pending.clients,
             )
         if pending is None:
-            pending = self._collected(terms, weights, request, length, counted)
+            pending = self._collect_masked_sum(terms, weights, request, length, counted)
             self._enter_change(terms, weights, pending.clients)
         counts = None
         if counted:
-            was_shown, (pending, counts) = bool(pending.shown), self._counted(pending)
+            was_shown, (pending, counts) = bool(pending.shown), self._open_counters(pending)
             try:
                 counters.check_enough(counts, self._agreed.threshold)
             except ProtocolBroken as error:
                 if was_shown and terms.trains and counts.answered < self._agreed.threshold:
                     raise GivenUp(f"round {terms.round}: {error}", pending.clients) from None
                 return SessionSum(None, pending.clients, [0, 0], counts)
-        pending = pending if pending.told else self._revealed(pending, read)
+        pending = pending if pending.told else self._unmask_sum(pending, read)
         n, part = len(secure.read_adverts(pending.adverts)), 4 + shares.SEALED_SHARE_BYTES
         up = len(pending.adverts) // n + n * part + SIGNATURE_BYTES + 8 * length + n * (4 + secure.KEY_BYTES)
         down = len(pending.adverts) + n * (part + 4 + SIGNATURE_BYTES) + len(terms.encode())
@@ -184,7 +184,9 @@ class SecureSums:
 
     # --------------------------------------------------------------------------------------- until shares are asked for
 
-    def _collected(self, terms: SessionTerms, weights: Weights, request: Ask, length: int, counted: bool) -> PendingSum:
+    def _collect_masked_sum(
+        self, terms: SessionTerms, weights: Weights, request: Ask, length: int, counted: bool
+    ) -> PendingSum:
         """Run all steps of a session except the last, and return the masked sum.
 
         Nothing has been revealed at this point.
@@ -193,11 +195,11 @@ class SecureSums:
             cohort = self._exclude_revealing(terms, [c for c in terms.cohort if c not in self._out])
             cohort = self._relay(terms, self._same_sites(terms, weights, cohort))
             self._check_summands(terms.round, weights, cohort)
-            session_sum = self._begun(terms, weights, cohort, request, length, counted)
+            session_sum = self._begin_session(terms, weights, cohort, request, length, counted)
             if session_sum is not None:
                 return session_sum
 
-    def _begun(
+    def _begin_session(
         self, terms: SessionTerms, weights: Weights, cohort: list[int], request: Ask, length: int, counted: bool
     ) -> PendingSum | None:
         """Begin a session.
@@ -211,7 +213,7 @@ class SecureSums:
         ask = {c: SiteRequest("keys", c, [link] if link else []) for c in cohort}
         course, adverts = self._step(course, "keys", ask, lambda c, m: read_advert(m, name, c, public), wanted=wanted)
         everyone = secure.write_adverts(adverts.values())
-        session = secure.session_of(name, self._agreed.threshold, adverts.values())
+        session = secure.build_session(name, self._agreed.threshold, adverts.values())
         ask = {c: SiteRequest("shares", c, [everyone]) for c in adverts}
         course, sealed = self._step(
             course, "shares", ask, lambda c, m: read_sealed(m, session, c, public[c]), wanted=wanted
@@ -240,7 +242,7 @@ class SecureSums:
             wanted=wanted,
         )
         accusations = {c: answer for c, answer in answers.items() if isinstance(answer, dict)}
-        if accusations and self._judge(course, session, accusations, sealed):
+        if accusations and self._exclude_violators(course, session, accusations, sealed):
             return None
         vectors: dict[int, tuple[bytes, Integers, bytes, bytes]] = {
             c: a for c, a in answers.items() if c not in accusations
@@ -265,7 +267,7 @@ class SecureSums:
             total, counters=masked_counters, link=link, counting=sum(any(weights[c]) for c in vectors),
         )  # fmt: skip
 
-    def _judge(
+    def _exclude_violators(
         self,
         course: _SessionCourse,
         session: secure.Session,
@@ -409,7 +411,7 @@ class SecureSums:
 
     # ------------------------------------------------------------------------------------------------- the last step
 
-    def _revealed(self, pending: PendingSum, read: Callable[[Integers, int], Any]) -> PendingSum:
+    def _unmask_sum(self, pending: PendingSum, read: Callable[[Integers, int], Any]) -> PendingSum:
         """Unmask a sum with the shares of at least the threshold number of its sites, and return it.
 
         If the sum is plausible, it is also stored.
@@ -439,7 +441,7 @@ class SecureSums:
             pending.clients,
         )
 
-    def _counted(self, pending: PendingSum) -> tuple[PendingSum, counters.AnswerCounts]:
+    def _open_counters(self, pending: PendingSum) -> tuple[PendingSum, counters.AnswerCounts]:
         """Open the counters of a sum of masked vectors.
 
         Return the sum with the shares of its counters, and the numbers of sites that the counters show.
@@ -478,7 +480,7 @@ class SecureSums:
     def _session_of(self, pending: PendingSum) -> secure.Session:
         """Rebuild the session of a sum that was requested."""
         name = secure.session_name(self._agreement, pending.round, pending.nonce, pending.link)
-        return secure.session_of(name, self._agreed.threshold, secure.read_adverts(pending.adverts))
+        return secure.build_session(name, self._agreed.threshold, secure.read_adverts(pending.adverts))
 
     def _open(self, pending: PendingSum) -> tuple[Integers, dict[int, dict[int, bytes]]]:
         """Request the shares that unmask a sum. Return the sum without masks, and the correct shares of each site.

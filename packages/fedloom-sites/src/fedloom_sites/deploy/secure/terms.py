@@ -22,7 +22,7 @@ from torch import Tensor
 from fedloom.choose.shares import shares_of
 from fedloom.data import DATA_PARTS
 from fedloom.data.input_spec import InputSpec
-from fedloom.engine.clients.uploads import weights_of
+from fedloom.engine.clients.uploads import compute_weights
 from fedloom.engine.job import Job
 from fedloom.errors import WireError
 from fedloom.local import Nothing
@@ -30,7 +30,7 @@ from fedloom.values import Value
 from fedloom_sites.deploy.noise import SharedMean
 from fedloom_sites.deploy.protocol.envelope import MAX_FLAG_DIGITS
 from fedloom_sites.deploy.secure.protocol import MAX_ANALYSIS_STEPS, MAX_SITES, MIN_SITES, ProtocolBroken
-from fedloom_sites.deploy.site.local_data import federation_of
+from fedloom_sites.deploy.site.local_data import make_blank_federation
 
 MAX_TERMS_BYTES = 1 << 18
 """Maximum length, in bytes, of encoded terms."""
@@ -194,7 +194,7 @@ class SessionTerms(Value):
 
     def weighed(self, job: Job, samples: InputSpec) -> Job:
         """Return a site's run, with the shares of the objective computed from all sites' numbers of samples."""
-        fed = federation_of(samples, torch.tensor(self.sizes))
+        fed = make_blank_federation(samples, torch.tensor(self.sizes))
         return replace(job, alpha=shares_of(job.setting.client_weights, fed).to(job.oracle.dtype))
 
     def share(self, job: Job, client: int) -> float:
@@ -205,7 +205,7 @@ class SessionTerms(Value):
     def _weights(self, job: Job) -> Tensor:
         """Return the weights used for the cohort's mean, ``[m, 1]``."""
         ids, sizes = torch.tensor(self.cohort), torch.tensor(self.sizes)[:, :1].clamp(min=1)
-        return weights_of(job, Nothing(), None, job.ctx(self.round, ids)._replace(sizes=sizes))[0]
+        return compute_weights(job, Nothing(), None, job.ctx(self.round, ids)._replace(sizes=sizes))[0]
 
 
 def read_terms(message: bytes) -> SessionTerms:

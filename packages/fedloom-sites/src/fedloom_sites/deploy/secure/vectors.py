@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedloom.data import DATA_PARTS
 from fedloom.engine.clients.chunk import ClientOutput
-from fedloom.engine.clients.uploads import KeptField, fields_of
+from fedloom.engine.clients.uploads import KeptField, make_upload_fields
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import find_accounted_noise
 from fedloom.seeds import generator
@@ -23,7 +23,7 @@ from fedloom_sites.deploy.protocol.lengths import is_absolute_model
 from fedloom_sites.deploy.secure import integers
 from fedloom_sites.deploy.secure import protocol as secure
 from fedloom_sites.deploy.secure.protocol import Integers, ProtocolBroken
-from fedloom_sites.deploy.settings import NormBound, norm_bound_of
+from fedloom_sites.deploy.settings import NormBound, get_norm_bound
 from fedloom_sites.transport.forms import score_names
 
 WORK_COUNTS = 3
@@ -45,7 +45,7 @@ UNSUMMED_SCORES = {"calibration_slope", "calibration_intercept"}
 SUMMED_MODELS = ("global", "personal")
 """Models whose scores are summed. The hybrid model of a site is one of these two, so the difference between the sum of
 its scores and the sum of the global model's scores would cover only the sites that use their personal model."""
-MIN_CLASS_SAMPLES = 5
+MIN_SCORED_CLASS_SAMPLES = 5
 """Minimum number of samples of a class that a site must have so that metrics of this class are summed.
 
 The recall of a class with a single sample is 0 or 1. A sum over sites of different sizes, which weights each recall by
@@ -65,7 +65,7 @@ class UploadVector:
     """
 
     def __init__(self, job: Job, idle: object) -> None:
-        self._job, self._fields = job, fields_of(job)
+        self._job, self._fields = job, make_upload_fields(job)
         self._whole = {name: getattr(idle, name).shape[1] for name in self._fields}
         masks = job.messages.masks
         self._widths = {n: int(masks[n].sum()) if n in masks else width for n, width in self._whole.items()}
@@ -187,7 +187,7 @@ def check_length(job: Job, sums: Mapping[str, Tensor], count: int, scale: float,
     if isinstance(job.setting.aggregator, SharedMean):
         return
     for name, value in sums.items():
-        kind, most = job.fields[name], count * norm_bound_of(bound, name)
+        kind, most = job.fields[name], count * get_norm_bound(bound, name)
         if is_absolute_model(kind, value.shape[0], job.oracle.layout.d) or not (kind.primary or value.shape[0] > 1):
             continue
         norm = float((value / (2 if kind.keeps else 1 if kind.accumulates else scale)).norm())
@@ -223,12 +223,12 @@ class ScoreVector:
         """Part of the data whose samples weight each score, in the order of the vector."""
         return [part or "train" for _, part, _ in self._names]
 
-    def definable(self, client: int) -> int:
+    def find_definable_figures(self, client: int) -> int:
         """Return, as bits, which of the `figures` are defined by a site's samples for any model's predictions.
 
         Two artificial outputs are scored, one that predicts only the first class and one that predicts only the last
-        class: AUROC needs both classes. A metric of one class needs `MIN_CLASS_SAMPLES` samples of this class. The
-        precision of a class depends on the predictions, so samples alone never define it.
+        class: AUROC needs both classes. A metric of one class needs `MIN_SCORED_CLASS_SAMPLES` samples of this class.
+        The precision of a class depends on the predictions, so samples alone never define it.
         """
         job, task, bits = self._job, self._job.oracle.task, 0
         for part in self._parts:
@@ -311,7 +311,7 @@ class ScoreVector:
 
 
 def _find_rare_classes(targets: Tensor, metrics: Sequence[str]) -> tuple[str, ...]:
-    """Return the endings of metric names for classes with fewer than `MIN_CLASS_SAMPLES` samples.
+    """Return the endings of metric names for classes with fewer than `MIN_SCORED_CLASS_SAMPLES` samples.
 
     Args:
         targets: classes ``[n]``, with -1 for none, or labels ``[n, c]``.
@@ -322,4 +322,4 @@ def _find_rare_classes(targets: Tensor, metrics: Sequence[str]) -> tuple[str, ..
         return ()
     classes = targets[targets >= 0].long()
     counts = classes.bincount(minlength=len(endings)) if targets.dim() == 1 else (targets > 0).sum(0)
-    return tuple(e for e, count in zip(endings, counts.tolist(), strict=False) if count < MIN_CLASS_SAMPLES)
+    return tuple(e for e, count in zip(endings, counts.tolist(), strict=False) if count < MIN_SCORED_CLASS_SAMPLES)

@@ -23,7 +23,7 @@ from fedloom_sites.deploy.secure.opened import read_checked, write_checked
 from fedloom_sites.deploy.secure.terms import AnalysisStep, SessionTerms
 from fedloom_sites.deploy.server.sites import Sites
 
-RECORD_END, SUMS_PATTERN = "-analysis.json", "sum-*.bin"
+RECORD_SUFFIX, SUMS_PATTERN = "-analysis.json", "sum-*.bin"
 """Suffix of the checkpoint file with an analysis's terms and sites, and pattern of the names of files with its sums."""
 
 
@@ -49,7 +49,7 @@ class AnalysisServer:
         self, sites: Sites, agreed: AgreedAnalysis, folder: Path, request: ScoreRequest | None, names: Sequence[str]
     ) -> None:
         self._sites, self._agreed, self._request, self._names = sites, agreed, request, tuple(names)
-        self._record = folder / f"{file_stem_of(agreed.name)}{RECORD_END}"
+        self._record = folder / f"{file_stem_of(agreed.name)}{RECORD_SUFFIX}"
         self._sums = folder / file_stem_of(agreed.name)
         self._unanswered = 0
 

@@ -26,7 +26,7 @@ from fedloom_sites.flwr_adapter import (
     ErrorCode,
     ObjectPullError,
     PullAppMessagesRequest,
-    connection_of,
+    get_connection,
     inflate_object_from_contents,
     iterate_object_tree,
     make_message,
@@ -55,7 +55,7 @@ def pull_replies(grid: Grid, limits: Mapping[str, int]) -> list[Message]:
         grid: Flower's.
         limits: maximum number of bytes in a reply, keyed by the ID of the message that it answers.
     """
-    client = connection_of(grid)
+    client = get_connection(grid)
     if client is None:  # without a network, the replies are already in memory
         return list(grid.pull_messages([*limits]))
     node, run_id = cast(Any, grid).node, grid.run.run_id

@@ -17,7 +17,7 @@ from fedloom.lab.experiment.outputs import label_rows, partition_table, write_me
 from fedloom.rundir import GROUPS_FILE, PARTITION_FILE, SUMMARY_FILE, RunRecord, SiteSummary, Summary, analysis_file
 from fedloom.storage import make_folder, write_atomic
 from fedloom.storage.checkpoint import save_tensors
-from fedloom_sites.deploy.audit import lines_of
+from fedloom_sites.deploy.audit import read_entries
 from fedloom_sites.deploy.ops.status import summarize_clients, summarize_counters
 from fedloom_sites.deploy.settings import Server
 
@@ -90,7 +90,7 @@ class Results:
             reason=reason, rounds=self._rounds, **more,
         )  # fmt: skip
         members = {m.client: m.site for m in settings.sites}
-        log = lines_of(settings.audit)
+        log = read_entries(settings.audit)
         rows = summarize_clients(log, members, self._rounds)
         summary = Summary(
             name=settings.name, runs=(run,), clients=settings.clients, classes=settings.samples.classes,

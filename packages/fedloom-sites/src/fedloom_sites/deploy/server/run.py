@@ -12,14 +12,14 @@ import torch
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedloom.analyses.registry import ANALYSES, name_of
+from fedloom.analyses.registry import ANALYSES, get_analysis_name
 from fedloom.choose import SharesWeigher, Uniform, UniformWeigher
 from fedloom.engine import Setting
 from fedloom.engine.checkpoints import RunCheckpoints
 from fedloom.engine.loop import Hooks, RunEnd, run_rounds
 from fedloom.engine.privacy import check_privacy, find_accounted_noise, largest_epsilon
 from fedloom.engine.records import Record
-from fedloom.engine.scoring import records_of, score_request, scores_of
+from fedloom.engine.scoring import make_records, score_models, score_request
 from fedloom.engine.state import State, Times, initial_state
 from fedloom.engine.virtual.check import check_stream
 from fedloom.engine.virtual.clock import CLIENT_COLUMN, VERSION_COLUMN
@@ -51,7 +51,7 @@ from fedloom_sites.deploy.settings import Server
 from fedloom_sites.deploy.site.ledger import Ledger
 from fedloom_sites.transport.limits import check_real_clients
 
-Say = Callable[[str], None]
+PrintFunction = Callable[[str], None]
 
 STOP_PREFIX = "fedloom: stops: "
 """Beginning of the line that states why a run ended early."""
@@ -62,7 +62,7 @@ FINISHED_HINT = "all rounds are done. For more rounds, deploy an experiment with
 
 
 @isolate_torch_settings()
-def serve_run(grid: Grid, settings: Server, say: Say = print) -> Stop:
+def serve_run(grid: Grid, settings: Server, say: PrintFunction = print) -> Stop:
     """Train at the sites until all rounds are done, and return the reason for the end.
 
     After a stop or a crash, the same call resumes the run.
@@ -108,7 +108,7 @@ def finished_reason(settings: Server) -> Stop | None:
         RunDirError: the checkpoints belong to a different experiment.
     """
     newest, stop = Checkpoints(settings.checkpoints).load(settings.fingerprint[:16]), recorded_stop(settings)
-    if newest is None or stop is None or newest.meta["stop"] != stop.name or stop.resumable:
+    if newest is None or stop is None or newest.meta["stop"] != stop.name or stop.is_resumable:
         return None
     return stop
 
@@ -173,8 +173,8 @@ def check_deployable(
             "site: {model.kind = 'package.module:function'}",
         )
     for analysis in experiment.analyses:
-        if not analysis.by_sums and name_of(analysis) != "groups":
-            name, summed = name_of(analysis), f"pooled-{name_of(analysis)}"
+        if not analysis.by_sums and get_analysis_name(analysis) != "groups":
+            name, summed = get_analysis_name(analysis), f"pooled-{get_analysis_name(analysis)}"
             what = "further runs" if analysis.runs_further else "rows or figures of single clients"
             raise Refused(
                 f"the analysis {name!r} reads {what}, which sites do not send as sums",
@@ -243,7 +243,7 @@ def last_round(settings: Server) -> tuple[int, dict[str, Tensor] | None]:
 class _Run(Hooks):
     """A run with its state, and everything that happens around its rounds."""
 
-    def __init__(self, grid: Grid, settings: Server, experiment: Experiment, say: Say) -> None:
+    def __init__(self, grid: Grid, settings: Server, experiment: Experiment, say: PrintFunction) -> None:
         self._settings, self._experiment, self._say = settings, experiment, say
         self._audit = Audit(settings.audit)
         self._transport = Transport(grid, settings, self._audit, say)
@@ -259,7 +259,7 @@ class _Run(Hooks):
         try:
             if self.interrupted():
                 raise RunStopped(Stop.INTERRUPTED, STOP_HINT)
-            self._gather()
+            self._wait_for_sites()
             end = self._run()
         except RunStopped as error:
             stop, detail, diverged = error.reason, error.detail, None
@@ -300,10 +300,10 @@ class _Run(Hooks):
         if end.state.records.items:
             self._results.tables(job, end.state)
         if end.stop in (Stop.DONE, Stop.DIVERGED):
-            self._analyze(end.state)
+            self._run_analyses(end.state)
         return end
 
-    def _analyze(self, state: State) -> None:
+    def _run_analyses(self, state: State) -> None:
         """Compute the agreed sum-based analyses. An analysis without a result is reported in a note.
 
         Raises:
@@ -355,7 +355,7 @@ class _Run(Hooks):
             self._sites.score_with_training(request)
 
     def evaluate(self, state: State) -> tuple[State, str]:
-        records = [*records_of(self._job, state, scores_of(self._job, self._sites, state))]
+        records = [*make_records(self._job, state, score_models(self._job, self._sites, state))]
         sums = self._sites.sums(state.round)
         records += [
             Record.make_federation_record(state.round, model, part, name, value) for model, part, name, value in sums
@@ -398,7 +398,7 @@ class _Run(Hooks):
         }
         return {"accepted": accepted.tolist(), "sizes": self._transport.sizes.tolist(), **costs}
 
-    def _gather(self) -> None:
+    def _wait_for_sites(self) -> None:
         """Wait for the sites. The numbers of samples known at the start of the run remain valid."""
         sizes = self._checkpoint_sizes()
         if sizes is not None:

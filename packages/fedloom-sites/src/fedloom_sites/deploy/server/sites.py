@@ -34,7 +34,7 @@ from fedloom_sites.deploy.secure.protocol import Integers
 from fedloom_sites.deploy.secure.terms import AnalysisStep, SessionTerms
 from fedloom_sites.deploy.server.transport import Transport
 from fedloom_sites.deploy.settings import Server
-from fedloom_sites.transport.forms import Forms, output_of
+from fedloom_sites.transport.forms import Forms, make_output
 
 
 class AnalysisSum(NamedTuple):
@@ -97,7 +97,7 @@ class Sites(StreamedClients):
         """
         forms = self._forms
         pending, self._pending = self._pending, None
-        scored, asks = (-1, {}) if pending is None else (pending.round, self._score_letters(pending))
+        scored, asks = (-1, {}) if pending is None else (pending.round, self._make_score_requests(pending))
         letters = dict[int, SiteRequest]()
         for c, message in forms.write_downs(request, downloads):
             ask = asks.pop(c, None)
@@ -107,7 +107,7 @@ class Sites(StreamedClients):
         need = max(1, min(self._settings.quorum, len(letters)))
         replies = self._transport.collect_replies(request.round, letters | asks, need)
         self._scores = (scored, {c: reply.metrics for c, reply in replies.items()})
-        return {c: output_of(reply.value, _reply_work(reply)) for c, reply in replies.items() if c in letters}
+        return {c: make_output(reply.value, _reply_work(reply)) for c, reply in replies.items() if c in letters}
 
     def ask_each(self, request: AskRequest, clients: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
         message = [self._forms.write_model(request.model)]
@@ -139,7 +139,7 @@ class Sites(StreamedClients):
 
     def arrived(self) -> tuple[dict[int, ClientOutput], set[int]]:
         replies, failed = self._transport.arrived()
-        return {c: output_of(reply.value, _reply_work(reply)) for c, reply in replies.items()}, failed
+        return {c: make_output(reply.value, _reply_work(reply)) for c, reply in replies.items()}, failed
 
     def give_up(self, client: int) -> None:
         self._transport.give_up(client)
@@ -150,7 +150,7 @@ class Sites(StreamedClients):
         After the last round, every site computes scores.
         """
         if self._scores is None or self._scores[0] != request.round:
-            letters, busy = self._score_letters(request), self._transport.awaited
+            letters, busy = self._make_score_requests(request), self._transport.awaited
             if busy and request.round < self._job.setting.rounds:
                 letters = {c: letter for c, letter in letters.items() if c not in busy}
             replies = self._transport.collect_replies(request.round, letters, 0)
@@ -187,7 +187,10 @@ class Sites(StreamedClients):
         Raises:
             RunStopped: one of these sites does not answer, or fewer sites than the quorum answer.
         """
-        need, letters = len(clients) or self._settings.quorum, {} if request is None else self._score_letters(request)
+        need, letters = (
+            len(clients) or self._settings.quorum,
+            {} if request is None else self._make_score_requests(request),
+        )
 
         count = len(ANSWERED_COUNTS)
 
@@ -222,9 +225,9 @@ class Sites(StreamedClients):
 
     def _model_digests(self, request: ScoreRequest, client: int) -> tuple[str, ...]:
         """Return the digests of the models that a site receives."""
-        return tuple(hashlib.sha256(m).hexdigest() for m in self._score_letters(request)[client].arrays)
+        return tuple(hashlib.sha256(m).hexdigest() for m in self._make_score_requests(request)[client].arrays)
 
-    def _score_letters(self, request: ScoreRequest) -> dict[int, SiteRequest]:
+    def _make_score_requests(self, request: ScoreRequest) -> dict[int, SiteRequest]:
         """Return requests for scores to every connected site."""
         has_global, t = {"global": request.model is not None}, request.round
         return {

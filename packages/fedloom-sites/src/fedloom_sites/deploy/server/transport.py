@@ -27,7 +27,7 @@ from fedloom.engine.job import Job
 from fedloom.errors import RunStopped, Stop
 from fedloom_sites.deploy.audit import Audit
 from fedloom_sites.deploy.protocol.checks import ReplyChecks
-from fedloom_sites.deploy.protocol.envelope import PendingRequest, SiteRequest, ValidReply, message_of
+from fedloom_sites.deploy.protocol.envelope import PendingRequest, SiteRequest, ValidReply, make_message
 from fedloom_sites.deploy.protocol.identity import read_verifying_key
 from fedloom_sites.deploy.protocol.rejected import LateReply, RejectedReply, UnableReply, UnusableUpload, make_printable
 from fedloom_sites.deploy.server.bounded import POLL_SECONDS, call_with_retry, pull_replies
@@ -66,13 +66,13 @@ class Transport:
             settings.patience,
             settings.absent_after,
             settings.pace,
-            self._known_clients(),
+            self._registered_clients(),
         )
         self._overdue: dict[str, tuple[PendingRequest, float]] = {}
         self._posted: dict[str, tuple[PendingRequest, float]] = {}
         self._unable, self._unusable = set[int](), set[int]()
 
-    def _known_clients(self) -> dict[int, int]:
+    def _registered_clients(self) -> dict[int, int]:
         """Return the client of each node with a logged reply, so that a site has a name before it answers again."""
         lines = [x for x in self._audit.lines() if x.get("what") == "accepted"]
         names: dict[Any, str] = {c: m.site for c, m in self.members.items()}
@@ -153,9 +153,9 @@ class Transport:
     def greet(self) -> None:
         """Ask unknown nodes for their identity (one request at a time per node), and forget nodes that have left."""
         self._collect({}, {}, set())
-        self.exchange(0, self._greetings(), 0, self._settings.deadline)
+        self.exchange(0, self._make_greetings(), 0, self._settings.deadline)
 
-    def _greetings(self) -> list[SiteRequest]:
+    def _make_greetings(self) -> list[SiteRequest]:
         """Return greetings for unknown nodes that have no pending greeting."""
         nodes = call_with_retry(self._grid.get_node_ids, self._settings.ttl)
         greeted = {p.node for p, _ in (*self._posted.values(), *self._overdue.values()) if p.kind == "hello"}
@@ -207,7 +207,7 @@ class Transport:
                 break
             time.sleep(min(5 * POLL_SECONDS, self._settings.patience / 10))
         for c in open_:
-            self._missed(round, c)
+            self._record_missing_reply(round, c)
         wanted_count = sum(r.kind != "score" for r in requests.values())
         if need and wanted_count == len(self._unusable):  # a further start would not change this
             raise RunStopped(Stop.DIVERGED, describe_usable(round, 0, wanted_count))
@@ -275,7 +275,7 @@ class Transport:
     def _send_requests(self, round: int, requests: Sequence[SiteRequest]) -> dict[str, PendingRequest]:
         """Send requests, and return those that are open, keyed by message."""
         experiment, ttl = self._settings.fingerprint, self._settings.ttl
-        messages = [message_of(request, round, experiment, ttl) for request in requests]
+        messages = [make_message(request, round, experiment, ttl) for request in requests]
         pushed = call_with_retry(lambda: self._grid.push_messages([m for m, _ in messages]), ttl) if messages else []
         longest = self.checks.longest
         return {
@@ -300,7 +300,7 @@ class Transport:
         The function also greets new nodes. The server waits for the answer to a greeting as long as for any other
         answer, but a greeting delays nothing.
         """
-        self.post(0, self._greetings())
+        self.post(0, self._make_greetings())
         replies, failed = dict[int, ValidReply](), set[int]()
         for is_greeting in (True, False):
             some = {id_: p for id_, (p, _) in self._posted.items() if (p.kind == "hello") is is_greeting}
@@ -322,7 +322,7 @@ class Transport:
                 self._overdue[id_] = pending, start + self._settings.ttl
                 self._mark_mute(pending, f"no answer within {now - start:.0f} s")
                 if client is not None:
-                    self._missed(pending.round, client)
+                    self._record_missing_reply(pending.round, client)
 
     @staticmethod
     def seconds() -> float:
@@ -350,7 +350,7 @@ class Transport:
             self._accept_or_reject(reply, open_requests, good, bad)
         return len(arrived)
 
-    def _missed(self, round: int, client: int) -> None:
+    def _record_missing_reply(self, round: int, client: int) -> None:
         site = self.members[client].site if client in self.members else None
         self._audit.write("missed", round=round, client=client, site=site)
 
@@ -365,9 +365,9 @@ class Transport:
                 f"fedloom: {name} does not answer ({pending.kind}: {why}). The server continues "
                 "without it until it answers"
             )
-            self._audit.write("mute", reason=why, **self._facts(pending))
+            self._audit.write("mute", reason=why, **self._message_facts(pending))
 
-    def _facts(self, pending: PendingRequest) -> dict[str, Any]:
+    def _message_facts(self, pending: PendingRequest) -> dict[str, Any]:
         """Return the facts about a message that are logged.
 
         The site may be known only from the node's earlier answers.
@@ -400,7 +400,7 @@ class Transport:
             self._say(f"fedloom: {self.presence.name(pending.node)} notes ({pending.kind}): {note}")
         self._audit.write(
             "accepted", digest=accepted.digest, norm=accepted.norm, reason=note or None, message=make_printable(id_),
-            **self._facts(pending._replace(client=accepted.client)),
+            **self._message_facts(pending._replace(client=accepted.client)),
         )  # fmt: skip
 
     def _reject(
@@ -419,7 +419,7 @@ class Transport:
         if pending.kind == "hello" and not lost:
             self.presence.refuse(pending.node, error.reason)
         self._say(f"fedloom: refuses {self.presence.name(pending.node)} ({pending.kind}): {error.reason}")
-        self._audit.write("rejected", **facts, **self._facts(pending))
+        self._audit.write("rejected", **facts, **self._message_facts(pending))
         if lost:
             self._mark_mute(pending, error.reason)
         if isinstance(error, UnusableUpload) and not is_late and pending.client is not None:

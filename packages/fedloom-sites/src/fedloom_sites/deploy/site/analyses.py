@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fedloom.analyses import AnalysisTerms, ClientRows, client_rows
 from fedloom.engine.clients.scores import personal_models
-from fedloom.errors import Refused, WireError, sentence_of
+from fedloom.errors import Refused, WireError, describe_error
 from fedloom.storage import write_atomic
 from fedloom_sites.deploy.analyses import (
     AgreedAnalysis,
@@ -34,12 +34,12 @@ from fedloom_sites.deploy.analyses import (
     empty_rows,
     file_stem_of,
 )
-from fedloom_sites.deploy.protocol.envelope import digest_of
+from fedloom_sites.deploy.protocol.envelope import digest_arrays
 from fedloom_sites.deploy.protocol.public import publish_reasons
 from fedloom_sites.deploy.row_sets import columns_digest, judge_row_sets
 from fedloom_sites.deploy.secure.changes import MAX_CHANGES
 from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, SILENT_COUNTS
-from fedloom_sites.deploy.secure.opened import STEPS_FILE_END, lock_folder, read_checked, write_checked
+from fedloom_sites.deploy.secure.opened import STEPS_FILE_SUFFIX, lock_folder, read_checked, write_checked
 from fedloom_sites.deploy.secure.protocol import Integers, ProtocolBroken
 from fedloom_sites.deploy.secure.terms import SessionTerms
 from fedloom_sites.deploy.site.local_data import part_sizes
@@ -90,7 +90,7 @@ class SiteAnalyses:
 
         As long as the record contains no step, a damaged list of opened sums does not prevent an analysis.
         """
-        begun = (f"*{STEPS_FILE_END}", "session/*.json", "round-*.state")
+        begun = (f"*{STEPS_FILE_SUFFIX}", "session/*.json", "round-*.state")
         if not any(path for name in begun for path in self._folder.glob(name)):
             for name in self.agreed:
                 write_checked(self._steps(name), {"rows": "", "steps": {}, "whole": True})
@@ -124,7 +124,7 @@ class SiteAnalyses:
         assert terms.question is not None
         _, step, name = self.agreed, terms.question.step, terms.question.analysis
         with publish_reasons():
-            one = self._agreed(name)
+            one = self._get_agreed_analysis(name)
             agreed = one.terms(terms)
             question, bounds = one.read_question(step, terms.question.message, agreed)
             if bool(models) != one.analysis.uses_models:
@@ -150,7 +150,7 @@ class SiteAnalyses:
                 raise Refused(f"{clipped} numbers in the answer are outside their bounds. {one.analysis.wider}")
             return SiteAnswer(vector, ANSWERED_COUNTS if has_part else ABSENT_COUNTS)
         except Exception as error:  # any error depends on the rows, so the server must not notice it
-            self._trainer.log_privately(f"step {step} of the analysis {name}: {sentence_of(error)}")
+            self._trainer.log_privately(f"step {step} of the analysis {name}: {describe_error(error)}")
             return SiteAnswer(form.zeros, SILENT_COUNTS)
 
     def keep(self, message: bytes) -> None:
@@ -162,12 +162,12 @@ class SiteAnalyses:
         _ = self.agreed  # builds the run, which is not allowed in a `publish_reasons` block
         with publish_reasons():
             name, content = _read_result(message)
-            self._agreed(name)
+            self._get_agreed_analysis(name)
             write_atomic(self._folder / f"{file_stem_of(name)}.json", (json.dumps(content, indent=1) + "\n").encode())
 
     # ---------------------------------------------------------------------------------------------------- inside
 
-    def _agreed(self, name: str) -> AgreedAnalysis:
+    def _get_agreed_analysis(self, name: str) -> AgreedAnalysis:
         if name not in self.agreed:
             raise Refused(
                 f"this site does not allow the analysis {name[:60]!r}: the agreement does not "
@@ -176,7 +176,7 @@ class SiteAnalyses:
         return self.agreed[name]
 
     def _steps(self, name: str) -> Path:
-        return self._folder / f"{file_stem_of(name)}{STEPS_FILE_END}"
+        return self._folder / f"{file_stem_of(name)}{STEPS_FILE_SUFFIX}"
 
     def _attach_models(self, terms: SessionTerms, models: Sequence[bytes]) -> ClientRows:
         """Return the site's rows, together with the run's final models as functions of the inputs."""
@@ -228,7 +228,7 @@ class SiteAnalyses:
                 f"analysis {one.name} the site has answered"
             )
         record = record or {"rows": "", "steps": {}}
-        question = digest_of([terms.question.message])
+        question = digest_arrays([terms.question.message])
         if record["steps"].setdefault(f"{step}", question) != question:
             raise ProtocolBroken(
                 f"step {step} of the analysis {one.name} has already been answered for a different question"
@@ -250,7 +250,7 @@ class SiteAnalyses:
         site = self._trainer.site
         most = max(1, MAX_CHANGES if site.secure is None else site.secure.changes)
         with lock_folder(site.memory_folder):
-            record = self._memory()
+            record = self._read_memory()
             fits = record["asked"].setdefault(one.name, [])
             if site.fingerprint in fits:
                 return
@@ -267,18 +267,18 @@ class SiteAnalyses:
         """Return True if the analysis may sum its row sets in addition to earlier analyses, and record the decision."""
         sets = one.analysis.row_sets(self._rows, terms)
         with lock_folder(self._trainer.site.memory_folder):
-            record = self._memory()
+            record = self._read_memory()
             salt, columns = bytes.fromhex(record["salt"]), columns_digest(one.schema)
             name = f"{self._trainer.site.fingerprint} {one.name}"
             for old in record.pop("snapshots", ()):  # written by an earlier version of fedloom
-                earlier = {"set": digest_of(["".join(old).encode()]), "of": "", "answered": True}
+                earlier = {"set": digest_arrays(["".join(old).encode()]), "of": "", "answered": True}
                 record.setdefault("sets", {})[earlier["set"]] = {"columns": columns, "subjects": old}
                 record.setdefault("verdicts", []).append(earlier)
             may_answer = judge_row_sets(record, name, sets, columns, salt, one.rules.min_subjects)
             write_checked(self._trainer.site.memory_folder / MEMORY_FILE, record)
         return may_answer
 
-    def _memory(self) -> dict[str, Any]:
+    def _read_memory(self) -> dict[str, Any]:
         """Return the site's memory of the data.
 
         Raises:
@@ -297,10 +297,12 @@ class SiteAnalyses:
         try:
             rows = self._rows
             cells = torch.cat([rows.x, rows.y, *(codes[:, None].double() for codes in rows.columns.values())], 1)
-            return digest_of([cells.numpy().tobytes(), rows.part.numpy().tobytes(), rows.subjects.numpy().tobytes()])
+            return digest_arrays(
+                [cells.numpy().tobytes(), rows.part.numpy().tobytes(), rows.subjects.numpy().tobytes()]
+            )
         except Exception as error:  # as in `answer`
-            self._trainer.log_privately(f"rows of the analyses: {sentence_of(error)}")
-            return digest_of([])
+            self._trainer.log_privately(f"rows of the analyses: {describe_error(error)}")
+            return digest_arrays([])
 
 
 def _read_result(message: bytes) -> tuple[str, dict[str, Any]]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedloom.errors import RunDirError
-from fedloom_sites.deploy.protocol.envelope import Envelope, digest_of
+from fedloom_sites.deploy.protocol.envelope import Envelope, digest_arrays
 from fedloom_sites.deploy.secure.opened import read_checked, write_checked
 from fedloom_sites.deploy.secure.terms import SessionTerms
 from fedloom_sites.deploy.settings import Site
@@ -63,9 +63,9 @@ class AskedModels:
         if terms.trains:
             models["masked", terms.round] = f"{terms.download} {[accepted]}"
         if terms.question is not None and terms.models:
-            models["analysis", terms.round] = f"{digest_of([m.encode() for m in terms.models])} {[terms.common]}"
+            models["analysis", terms.round] = f"{digest_arrays([m.encode() for m in terms.models])} {[terms.common]}"
         if terms.scored >= 0:
-            models["tally", terms.scored] = f"{digest_of([m.encode() for m in terms.models])} {[terms.common]}"
+            models["tally", terms.scored] = f"{digest_arrays([m.encode() for m in terms.models])} {[terms.common]}"
         self._enter(models)
 
     def _enter(self, models: Mapping[tuple[str, int], str]) -> None:
@@ -100,11 +100,11 @@ def _model_digests(envelope: Envelope) -> dict[tuple[str, int], str]:
     head, arrays = envelope.head, envelope.arrays
     place: list[Any] = [head.get(name) for name in ("accepted", "weight", "global")]
     if head["kind"] == "analysis":  # whose terms come first; most read no model
-        return {("analysis", head["round"]): f"{digest_of(arrays[1:])} {place}"} if arrays[1:] else {}
+        return {("analysis", head["round"]): f"{digest_arrays(arrays[1:])} {place}"} if arrays[1:] else {}
     if head["kind"] != "train":
         return {(head["kind"], head["round"]): f"{head['digest']} {place}"}
-    download = head["digest"] if len(arrays) == 1 else digest_of(arrays[:1])
+    download = head["digest"] if len(arrays) == 1 else digest_arrays(arrays[:1])
     models = {("train", head["round"]): f"{download} {place[:1]}"}
     if head["scored"] >= 0:
-        models["score", head["scored"]] = f"{digest_of(arrays[1:])} {place}"
+        models["score", head["scored"]] = f"{digest_arrays(arrays[1:])} {place}"
     return models

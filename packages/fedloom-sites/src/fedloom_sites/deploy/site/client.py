@@ -11,7 +11,7 @@ from flwr.app import Message, RecordDict
 
 from fedloom.data import Federation
 from fedloom.data.input_spec import comparable_facts
-from fedloom.errors import CheckpointError, DiskError, FedloomError, Refused, printable, sentence_of
+from fedloom.errors import CheckpointError, DiskError, FedloomError, Refused, describe_error, escape_controls
 from fedloom.local.oracles.precision import isolate_torch_settings
 from fedloom.version import __version__
 from fedloom_sites.deploy.alarms import Alarms, message_digest, raise_alarm
@@ -25,7 +25,7 @@ from fedloom_sites.deploy.protocol.envelope import (
     UNUSABLE_STATUS,
     Envelope,
     common_head,
-    digest_of,
+    digest_arrays,
     seal_message,
     unseal_message,
 )
@@ -119,7 +119,7 @@ class Client:
                 more, arrays, metrics = self._answer_envelope(envelope)
             more |= {"status": "ok", "reason": "; ".join(self._memory.notes)[:MAX_REASON_CHARACTERS]}
         except Exception as error:  # the reply contains the message, and the server logs it
-            reason = public = sentence_of(error)
+            reason = public = describe_error(error)
             cause, status = error.__cause__ if isinstance(error, PublicReason) else error, "refused"
             if not isinstance(error, PublicReason if secret else (PublicReason, *VALUE_FREE_ERRORS)):
                 public = self.trainer.log_privately(reason)
@@ -129,12 +129,12 @@ class Client:
                 status = UNUSABLE_STATUS
             more, arrays, metrics = {"status": status, "reason": public[:MAX_REASON_CHARACTERS]}, [], None
         self._memory.notes.clear()
-        more["digest"] = digest_of(arrays)
+        more["digest"] = digest_arrays(arrays)
         try:
             self._note_sent(head, more, arrays, metrics, reason)
         except CheckpointError as error:  # nothing leaves the site without an entry in the log
             more, arrays, metrics = {"status": UNABLE_STATUS, "reason": str(error)[:MAX_REASON_CHARACTERS]}, [], None
-            more["digest"] = digest_of(arrays)
+            more["digest"] = digest_arrays(arrays)
         return self._sign_reply(head, more, arrays, metrics)
 
     def _note_sent(
@@ -188,10 +188,12 @@ class Client:
             ("experiment", head["experiment"][:16], site.fingerprint[:16]),
         ):
             if got != here:
-                raise Refused(f"the server's {what} is {printable(str(got)[:60])}, but site {site.site} has {here}")
+                raise Refused(
+                    f"the server's {what} is {escape_controls(str(got)[:60])}, but site {site.site} has {here}"
+                )
         if head["client"] not in (-1, site.client):
             raise Refused(f"the message is for client {head['client']}, but site {site.site} is client {site.client}")
-        if head["digest"] != digest_of(envelope.arrays):
+        if head["digest"] != digest_arrays(envelope.arrays):
             raise Refused("the arrays changed during transmission")
         if head["kind"] == "ask" and self.trainer.private:
             raise Refused(
@@ -211,7 +213,7 @@ class Client:
                 try:
                     check_data_name(site, remembers_answers=kind == "analysis")
                 except Refused as error:  # the message names data of other agreements
-                    self.trainer.log_privately(sentence_of(error))
+                    self.trainer.log_privately(describe_error(error))
                     raise Refused(
                         f"site {site.site} does not accept the data_name of the agreement. At the site, run: fedloom "
                         "deploy check FOLDER"
@@ -259,7 +261,7 @@ class Client:
             raise Refused(
                 f"{what}, but with fixed_data the data must not change. Restore the data, or start a new experiment"
             )
-        days, today = self._memory.days_of_changes(), datetime.now(UTC).date().isoformat()
+        days, today = self._memory.list_change_days(), datetime.now(UTC).date().isoformat()
         is_secret = self.trainer.private or self.site.secure is not None
         if is_secret and len(days) >= MAX_CHANGES and today in days:
             raise Refused(

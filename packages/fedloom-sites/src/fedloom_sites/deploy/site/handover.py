@@ -27,7 +27,7 @@ from pathlib import Path
 from fedloom.errors import ConfigError, FedloomError
 from fedloom.storage import take_lock
 from fedloom.storage.disk import check_regular_file
-from fedloom.storage.files import content_of
+from fedloom.storage.files import read_content
 from fedloom.version import __version__
 from fedloom_sites.deploy.site.pinned import SECRET_OPTION, run_network
 
@@ -35,7 +35,7 @@ SOCKET_FILE, SOCKET_LOCK_FILE, SITE_LOG_FILE = "warm.sock", "warm.lock", "warm.l
 MAX_SOCKET_PATH_BYTES = 100
 """Maximum length, in bytes, of a Unix socket's path. Operating systems allow 104 bytes or more."""
 HANDOVER_MAGIC = b"fedloom1"
-SAME_SITE, OTHER_REPLY, ANSWER_REPLY, ERROR_REPLY = b"y", b"n", b"a", b"e"
+SAME_SITE_REPLY, OTHER_REPLY, ANSWER_REPLY, ERROR_REPLY = b"y", b"n", b"a", b"e"
 OWNER_VARIABLE = "FEDLOOM_SITE_PROCESS"
 """Environment variable that contains the ID of the site's network process. The variable is inherited by all processes
 that this process starts."""
@@ -125,7 +125,7 @@ def settings_digest(site_file: Path) -> bytes:
     Raises:
         ConfigError: the settings cannot be read.
     """
-    return hashlib.sha256(__version__.encode() + b"\0" + content_of(site_file, "the site file")).digest()
+    return hashlib.sha256(__version__.encode() + b"\0" + read_content(site_file, "the site file")).digest()
 
 
 def is_own_message(line: socket.socket) -> bool:
@@ -275,7 +275,7 @@ def _is_taken(line: socket.socket, key: bytes) -> bool:
     """
     try:
         line.sendall(HANDOVER_MAGIC + key)
-        return line.recv(1) == SAME_SITE
+        return line.recv(1) == SAME_SITE_REPLY
     except OSError:
         return False
 

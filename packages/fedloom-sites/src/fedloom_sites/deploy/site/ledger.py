@@ -27,7 +27,7 @@ from fedloom.errors import Refused
 from fedloom.storage import make_folder
 from fedloom.storage.disk import check_regular_file
 from fedloom.storage.files import append_line, create_file
-from fedloom_sites.deploy.audit import complete_lines, digest_line, entry_of, find_broken_line
+from fedloom_sites.deploy.audit import complete_lines, digest_line, find_broken_line, parse_entry
 from fedloom_sites.deploy.noise import remaining_noise
 from fedloom_sites.deploy.secure.opened import lock_folder, read_checked, write_checked
 
@@ -83,7 +83,7 @@ class Ledger:
                 f"the ledger of {self._who}, {self._path}, is damaged in line {broken}, so the "
                 "spent budget is unknown. Restore a copy of the ledger, or start a new experiment"
             )
-        rounds = {(entry_of(line) or {}).get("round") for line in lines}
+        rounds = {(parse_entry(line) or {}).get("round") for line in lines}
         if len(lines) < self._least:
             raise BudgetSpent(
                 f"the ledger of {self._who}, {self._path}, lists {len(lines)} releases, but the state in the same "

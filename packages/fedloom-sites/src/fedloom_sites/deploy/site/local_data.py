@@ -46,7 +46,7 @@ def site_federation(experiment: Experiment, site: Site) -> Federation:
     try:
         data = read_data(experiment, site)
     except NoSamples:
-        return federation_of(site.samples, torch.zeros(site.clients, len(DATA_PARTS), dtype=torch.long))
+        return make_blank_federation(site.samples, torch.zeros(site.clients, len(DATA_PARTS), dtype=torch.long))
     seed, cut = experiment.head.seeds[0], experiment.partition
     if site.share == "partition":
         fed, client = cut(data, seed), site.client
@@ -87,7 +87,7 @@ def read_data(experiment: Experiment, site: Site) -> Dataset:
     return data
 
 
-def federation_of(samples: InputSpec, sizes: Tensor) -> Federation:
+def make_blank_federation(samples: InputSpec, sizes: Tensor) -> Federation:
     """Return a federation whose clients have known sizes and whose samples are all the same blank sample.
 
     Args:
@@ -104,7 +104,7 @@ def federation_of(samples: InputSpec, sizes: Tensor) -> Federation:
     )  # fmt: skip
     counts = sizes.clamp(min=torch.tensor([1, 0, 0]))
     parts = {  # expand stores one number for all samples, because a site may claim any number of samples
-        part: Split(torch.zeros(1, dtype=torch.long).expand(int(column.sum())), _offsets_of_sizes(column))
+        part: Split(torch.zeros(1, dtype=torch.long).expand(int(column.sum())), _compute_offsets(column))
         for part, column in zip(DATA_PARTS, counts.T, strict=True)
     }
     return Federation(blank, parts, tuple(str(i) for i in range(len(sizes))))
@@ -219,12 +219,12 @@ def move_client_to_seat(fed: Federation, client: int, seat: int, train_sizes: Te
         sizes = train_sizes.clone() if part == "train" else torch.zeros_like(train_sizes)
         sizes[seat] = len(rows)
         index = [rows if i == seat else filler.repeat(size) for i, size in enumerate(sizes.tolist())]
-        parts[part] = Split(torch.cat(index), _offsets_of_sizes(sizes))
+        parts[part] = Split(torch.cat(index), _compute_offsets(sizes))
     names = tuple(fed.names[client] if i == seat else str(i) for i in range(len(train_sizes)))
     return replace(fed, parts=parts, names=names, test=None, groups=None, partition={})
 
 
-def _offsets_of_sizes(sizes: Tensor) -> Tensor:
+def _compute_offsets(sizes: Tensor) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)])
 
 

@@ -14,13 +14,13 @@ from fedloom.analyses.importance import MIN_IMPORTANCE_SAMPLES, Scored, measure_
 from fedloom.data import Federation
 from fedloom.data.new_data import NewData
 from fedloom.errors import ConfigError
-from fedloom.hints import unknown
+from fedloom.hints import unknown_name_error
 from fedloom.lab.experiment import Experiment
 from fedloom.local.oracles import make_oracle
 from fedloom.outputs import check_output_folder
 from fedloom.storage import make_folder
 from fedloom.storage.checkpoint import check_file_digest, save_tensors
-from fedloom.tasks import task_of
+from fedloom.tasks import make_task
 from fedloom.trained.files import check_model_file
 from fedloom.trained.model import Model as TrainedModel
 from fedloom.trained.model import ModelRecipe, running_statistics
@@ -119,7 +119,7 @@ def _load_trained(one: OwnedModel, experiment: Experiment) -> TrainedModel:
             f"{site.site} has no samples, but the model's normalization layers need statistics of "
             "training samples. Use the model at a site with samples"
         )
-    oracle = make_oracle(module, task_of(fed.data, setting.task), fed)
+    oracle = make_oracle(module, make_task(fed.data, setting.task), fed)
     oracle.set_statistics(row, torch.tensor([site.client]))
     return replace(trained, statistics=torch.cat([s.flatten() for s in running_statistics(oracle.module)]))
 
@@ -151,7 +151,7 @@ def _choose_model(folder: Path, kind: str | None) -> OwnedModel:
         models_there, key=lambda name: PREFERRED_KINDS.index(name) if name in PREFERRED_KINDS else len(PREFERRED_KINDS)
     )
     if chosen not in models_there:
-        raise unknown("model", chosen, models_there, str(folder))
+        raise unknown_name_error("model", chosen, models_there, str(folder))
     return models_there[chosen]
 
 
@@ -215,7 +215,7 @@ def column_importances(folder: Path, kind: str | None = None) -> list[tuple[str,
             f"{site.site} has {len(index)} test samples, but importance needs at least "
             f"{MIN_IMPORTANCE_SAMPLES} test samples"
         )
-    module, task = trained.module(), task_of(fed.data, trained.recipe.objective)
+    module, task = trained.module(), make_task(fed.data, trained.recipe.objective)
     scored = Scored(lambda x: module(x).flatten(0, -2), task, fed, index)
     return measure_permutations(scored, experiment.head.seeds[0], site.client)
 

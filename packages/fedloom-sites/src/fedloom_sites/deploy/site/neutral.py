@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.engine.clients.chunk import inputs_of, run_client_step
+from fedloom.engine.clients.chunk import get_chunk_inputs, run_client_step
 from fedloom.engine.job import Job
 from fedloom.local.rows import Fields, rebuild_rows
 from fedloom.processes.clients import TrainTask
@@ -35,7 +35,7 @@ def neutral_upload(blank: Job, job: Job, down: Any, t: int, ids: Tensor, idle: F
     """
     task = TrainTask(t, torch.tensor([0]), ids, torch.ones(1, 1))
     try:
-        inputs = inputs_of(blank.replace_shares(job.alpha), down, task)
+        inputs = get_chunk_inputs(blank.replace_shares(job.alpha), down, task)
         upload: Fields = run_client_step(blank, inputs, inputs.work.idle())[0]
     except Exception:  # the error depends only on the message, because no sample was read
         upload = rebuild_rows(idle, [torch.zeros_like(field) for field in idle])

@@ -56,7 +56,7 @@ class PlainAnswers:
         """
         head, arrays, trainer = envelope.head, envelope.arrays, self._trainer
         if head["kind"] == "analysis":
-            return {}, [self._analysed(arrays, head["accepted"])], None
+            return {}, [self._answer_analysis(arrays, head["accepted"])], None
         samples = {"samples": part_sizes(trainer.fed, int(trainer.ids))[0]}
         if head["kind"] == "result":
             self._analyses.keep(single_array(arrays))
@@ -86,7 +86,7 @@ class PlainAnswers:
             return sum(field.numel() for field in self._trainer.forms.idle) if arrays else 0
         return sum(map(len, arrays)) // 8 if kind in ("ask", "analysis") else 0
 
-    def _analysed(self, arrays: Sequence[bytes], accepted: int) -> bytes:
+    def _answer_analysis(self, arrays: Sequence[bytes], accepted: int) -> bytes:
         """Return the answer to a step of an analysis: the vector, followed by the site's counters."""
         site, sizes, figures = self._trainer.site, part_sizes(self._trainer.fed, int(self._trainer.ids)), self.figures
         with publish_reasons():

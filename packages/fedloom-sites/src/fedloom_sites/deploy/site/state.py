@@ -21,11 +21,11 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from fedloom.errors import CheckpointError
-from fedloom.local.rows import group_of
+from fedloom.local.rows import select_group
 from fedloom.storage import lock, make_folder, write_atomic
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.disk import check_regular_file
-from fedloom.storage.files import delete_files, explained
+from fedloom.storage.files import convert_write_errors, delete_files
 
 DIGEST_BYTES = hashlib.sha256().digest_size
 MODEL_FILE = "model.safetensors"
@@ -58,7 +58,7 @@ class StateGeneration(NamedTuple):
 
     def group(self, name: str) -> dict[str, Tensor]:
         """Return the tensors named ``<name>.<field>``, keyed by field."""
-        return group_of(self.tensors, name)
+        return select_group(self.tensors, name)
 
 
 class SiteState:
@@ -157,7 +157,7 @@ class SiteState:
         """Keep the model of a lost state, which the next state would otherwise overwrite."""
         path = self.folder / MODEL_FILE
         if path.exists() and not (aside := path.with_suffix(".lost")).exists():
-            with explained(path):
+            with convert_write_errors(path):
                 path.replace(aside)
             self.notes.append(f"the model of the lost state is saved as {aside.name}")
 
@@ -175,7 +175,7 @@ class SiteState:
         """Store the digest of the site's samples for `changed`, and the days when the samples changed."""
         self._write_note(SAMPLES_FILE, samples=samples, days=[*days])
 
-    def days_of_changes(self) -> list[str]:
+    def list_change_days(self) -> list[str]:
         """Return the days when the samples changed, once for every change."""
         noted = self._read_note(SAMPLES_FILE, list[str], "days")
         return [] if noted is None else noted[0]
@@ -213,7 +213,7 @@ class SiteState:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}. Check the disk") from error
         data, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
         if hashlib.sha256(data).digest() != digest:
-            with explained(path):
+            with convert_write_errors(path):
                 path.replace(path.with_suffix(".damaged"))
             self.notes.append(f"{path} is damaged: set aside")
             return None

@@ -24,25 +24,25 @@ from fedloom.errors import (
     Refused,
     RunDirError,
     WireError,
+    describe_error,
     escape_line,
-    sentence_of,
 )
 from fedloom.lab.experiment import Experiment
 from fedloom.local.rows import name_tensors
 from fedloom.processes.clients import Scores
 from fedloom.schedule import Synchronous
 from fedloom_sites.deploy.code import read_agreed
-from fedloom_sites.deploy.noise import SharedMean, deployed_setting, noise_of_site
-from fedloom_sites.deploy.protocol.envelope import digest_of
-from fedloom_sites.deploy.protocol.lengths import shorten_upload
+from fedloom_sites.deploy.noise import SharedMean, deployed_setting, get_site_noise
+from fedloom_sites.deploy.protocol.envelope import digest_arrays
+from fedloom_sites.deploy.protocol.lengths import clip_upload
 from fedloom_sites.deploy.protocol.public import PublicReason, check_private, publish_reasons
 from fedloom_sites.deploy.secure.integers import MAX_NUMBER
 from fedloom_sites.deploy.secure.member import check_maskable
 from fedloom_sites.deploy.setting_files import check_version
-from fedloom_sites.deploy.settings import Site, norm_bound_of
+from fedloom_sites.deploy.settings import Site, get_norm_bound
 from fedloom_sites.deploy.site.crafted import check_change, check_units, layer_norms
 from fedloom_sites.deploy.site.ledger import Ledger
-from fedloom_sites.deploy.site.local_data import federation_of, part_sizes, samples_digest, site_federation
+from fedloom_sites.deploy.site.local_data import make_blank_federation, part_sizes, samples_digest, site_federation
 from fedloom_sites.deploy.site.neutral import neutral_upload
 from fedloom_sites.deploy.site.state import SiteState, StateGeneration
 from fedloom_sites.transport.forms import Forms
@@ -151,8 +151,8 @@ class Trainer:
 
     @property
     def noise(self) -> Noise | None:
-        """Noise that provides this site's epsilon (see `noise_of_site`)."""
-        return noise_of_site(self.job.setting)
+        """Noise that provides this site's epsilon (see `get_site_noise`)."""
+        return get_site_noise(self.job.setting)
 
     @property
     def ids(self) -> Tensor:
@@ -255,7 +255,7 @@ class Trainer:
         except Exception as error:
             if self.noise is None and site.secure is None:
                 raise
-            self.log_privately(sentence_of(error))
+            self.log_privately(describe_error(error))
             if self.noise is not None:
                 return TrainedRound(self._noise_alone(job, down))
             return TrainedRound(ClientOutput(neutral, self._site_state(job), work), is_neutral=True)
@@ -284,8 +284,8 @@ class Trainer:
             raise Refused(f"round {t}: the upload contains a negative weight")
         if isinstance(job.setting.aggregator, SharedMean):
             return  # the aggregator clips the upload before it adds noise
-        bounds = {name: norm_bound_of(secure.norm_bound, name) for name in job.fields}
-        if shorten_upload(job, output.upload, down, bounds)[1]:
+        bounds = {name: get_norm_bound(secure.norm_bound, name) for name in job.fields}
+        if clip_upload(job, output.upload, down, bounds)[1]:
             raise Refused(
                 f"round {t}: the norm of the upload exceeds norm_bound of the agreement, or engine.norm_bound"
             )
@@ -298,7 +298,7 @@ class Trainer:
         sizes = torch.tensor([[1, 0, 0]]).repeat(self.site.clients, 1)
         sizes[self.site.client] = torch.tensor(part_sizes(self.fed, self.site.client))
         setting = self.experiment.methods[0].setting.with_(schedule=Synchronous())
-        return make_job(setting, federation_of(self.site.samples, sizes))[0]
+        return make_job(setting, make_blank_federation(self.site.samples, sizes))[0]
 
     def _site_state(self, job: Job) -> ClientState:
         """Return the site's own state."""
@@ -342,7 +342,7 @@ class Trainer:
                 if isinstance(error, VALUE_FREE_ERRORS)
                 else f"{what}. The site's own log states the reason"
             )
-            self.log_privately(f"{what}: {sentence_of(error)}")
+            self.log_privately(f"{what}: {describe_error(error)}")
             if not self.private and self.site.secure is None:
                 self._memory.notes.append(sentence)
             return None
@@ -384,4 +384,4 @@ class Trainer:
 
 def _request_digest(download: bytes, weights: Sequence[float]) -> str:
     """Return the digest of a round's request, i.e. of the download and, if the request contains them, the weights."""
-    return digest_of([download, *([repr(tuple(weights)).encode()] if weights else [])])
+    return digest_arrays([download, *([repr(tuple(weights)).encode()] if weights else [])])

@@ -32,7 +32,7 @@ from fedloom_sites.deploy.site.handover import (
     ERROR_REPLY,
     HANDOVER_MAGIC,
     OTHER_REPLY,
-    SAME_SITE,
+    SAME_SITE_REPLY,
     START_SECONDS,
     is_own_message,
     receive_bytes,
@@ -46,7 +46,7 @@ MAX_HEAD_BYTES = 1 << 20
 MAX_WATCHED_FILES = 10_000
 """Maximum number of a data set's files that are watched for changes. A larger data set is read again for every
 message."""
-LOOK_INTERVAL_SECONDS = 5
+CHECK_INTERVAL_SECONDS = 5
 """Time in seconds between two checks of the settings."""
 FRESH_NANOSECONDS = 2_000_000_000
 """Within this time, in nanoseconds, a changed file may change again without a new modification time."""
@@ -139,7 +139,7 @@ def serve_messages(listener: socket.socket, site_file: Path) -> None:
                 if receive_bytes(line, len(key)) != key:
                     line.sendall(OTHER_REPLY)
                     return
-                line.sendall(SAME_SITE)
+                line.sendall(SAME_SITE_REPLY)
                 _answer_connection(line, warm, site.message_limit + MAX_HEAD_BYTES)
             except OSError:
                 continue  # the caller closed the connection, and will connect again
@@ -167,7 +167,7 @@ def end_with(owner: int, site_file: Path) -> None:
         try:
             if hasattr(os, "pidfd_open"):
                 poll.register(os.pidfd_open(owner), select.POLLIN)
-            while not poll.poll(1000 * LOOK_INTERVAL_SECONDS):
+            while not poll.poll(1000 * CHECK_INTERVAL_SECONDS):
                 os.kill(owner, 0)
                 if settings_digest(site_file) != key:
                     break

@@ -19,7 +19,7 @@ from fedloom.data.partitions.deal import (
     choose_each,
     concatenate_dealt,
     count_distinct,
-    owners,
+    find_owners,
     round_to_total,
 )
 from fedloom.data.partitions.parts import check_draw, cut_parts
@@ -147,7 +147,7 @@ class Partition(Value):
         rng = numpy_generator(seed_of_draw, purpose="parts")
         cut = cut_parts(draw.dealt, y, quota, rng, data.design)
         if self.test_from == "ratio":
-            cut["test"] = self._matched(data, cut["train"], seed_of_draw)
+            cut["test"] = self._match_test_samples(data, cut["train"], seed_of_draw)
         elif draw.test is not None:
             cut["test"] = draw.test
         common = draw.common if draw.common is not None or data.test is None or self.pool else data.test.numpy()
@@ -166,7 +166,7 @@ class Partition(Value):
         noise = None
         if draw.noise is not None:
             later = cut["train"].index
-            later = later[:0] if draw.anew is None else later[draw.anew[owners(cut["train"])]]
+            later = later[:0] if draw.anew is None else later[draw.anew[find_owners(cut["train"])]]
             data, noise = add_noise(data, held, draw.noise, seed_of_draw, torch.from_numpy(later))
         names = draw.names or tuple(str(i) for i in range(len(draw.dealt.offsets) - 1))
         return Federation(
@@ -182,7 +182,7 @@ class Partition(Value):
                 *data.notes,
                 *draw.notes,
                 *self._note_idle_options(draw, data),
-                *([] if data.design is None else data.design.notes(held.index, owners(held))),
+                *([] if data.design is None else data.design.notes(held.index, find_owners(held))),
                 *_count_unused_samples(
                     held.index if draw.common is None else np.concatenate([held.index, draw.common]),
                     self._find_assignable(data),
@@ -267,7 +267,7 @@ class Partition(Value):
             draw = draw if draw.test is None else draw._replace(test=_complete_dealt_subjects(design, draw.test, every))
         if design.tested is None or self.test == 0 or draw.test is not None:
             return draw
-        owner, n = owners(draw.dealt), len(draw.dealt.offsets) - 1
+        owner, n = find_owners(draw.dealt), len(draw.dealt.offsets) - 1
         trains = np.bincount(owner[~design.tested[draw.dealt.index]], minlength=n) > 0
         if not trains.any():
             raise PartitionError(
@@ -306,7 +306,7 @@ class Partition(Value):
         n = len(draw.dealt.offsets) - 1
         sizes, what = np.diff(draw.dealt.offsets), "samples"
         if data.design is not None and data.design.subject is not None:
-            sizes, what = data.design.counts(owners(draw.dealt), draw.dealt.index, n), "subjects"
+            sizes, what = data.design.counts(find_owners(draw.dealt), draw.dealt.index, n), "subjects"
         if len(sizes) == 0 or sizes.min() < self.min_size:
             who = f"client {sizes.argmin()} gets {sizes.min()} {what}" if len(sizes) else "there are no clients"
             raise PartitionError(
@@ -347,12 +347,12 @@ class Partition(Value):
                 f"{self.kind}: if clients share a sample, this partition would need two versions of the sample; {cure}"
             )
 
-    def _matched(self, data: Dataset, train: Dealt, seed: int) -> Dealt:
+    def _match_test_samples(self, data: Dataset, train: Dealt, seed: int) -> Dealt:
         """For each client, choose `test_count` official test samples with its training set's label frequencies."""
         assert data.test is not None
         rng = numpy_generator(seed, purpose="matched test")
         lists, n = Pool.create(data, data.test.numpy()).group_by_class(self.kind, rng), len(train.offsets) - 1
-        cells = owners(train) * len(lists) + data.y.numpy()[train.index]
+        cells = find_owners(train) * len(lists) + data.y.numpy()[train.index]
         counts = np.bincount(cells, minlength=n * len(lists)).reshape(n, -1)
         wanted = round_to_total(counts / counts.sum(1, keepdims=True), self.test_count)
         held = np.array([len(samples) for samples in lists])
@@ -412,7 +412,7 @@ def _partition_notes(
                 f"({absent_names}), although the model has outputs for them. If this is not intended, "
                 "number the labels from 0 without gaps"
             )
-        cells = [owners(cut[part]) * len(classes) + y[cut[part].index] for part in ("train", "test")]
+        cells = [find_owners(cut[part]) * len(classes) + y[cut[part].index] for part in ("train", "test")]
         unknown, counts = np.unique(cells[1][~np.isin(cells[1], cells[0])], return_counts=True)
         if len(unknown):
             who, c = divmod(int(unknown[0]), len(classes))
@@ -426,7 +426,7 @@ def _partition_notes(
     repeated = len(held) - count_distinct(held, samples)
     copies = 0
     if repeated:
-        copies = len(held) - len(np.unique(np.concatenate([owners(d) * samples + d.index for d in cut.values()])))
+        copies = len(held) - len(np.unique(np.concatenate([find_owners(d) * samples + d.index for d in cut.values()])))
     if copies:
         notes.append(
             f"clients have duplicate samples: {copies} of {len(held)} entries are copies of a sample that the same "

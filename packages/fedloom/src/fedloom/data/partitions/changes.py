@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.partitions.deal import Dealt, Floats, Ints, owners
+from fedloom.data.partitions.deal import Dealt, Floats, Ints, find_owners
 from fedloom.data.tables import FittedTable, Table
 from fedloom.errors import Refused
 from fedloom.seeds import generator
@@ -53,7 +53,7 @@ def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int, later: Tensor
         return replace(data, x=x, original_dtype=original), None
     flat[later] = kept
     levels = torch.zeros(len(x), std.shape[1], dtype=torch.float32)
-    levels[index] = torch.from_numpy(std[owners(dealt)]).float()
+    levels[index] = torch.from_numpy(std[find_owners(dealt)]).float()
     left = torch.zeros_like(levels)
     left[later] = levels[later]
     return replace(data, x=x, original_dtype=original), left
@@ -63,7 +63,7 @@ def relabel_clients(data: Dataset, dealt: Dealt, relabel: Ints) -> Dataset:
     """Replace the classes of each client as specified by the client's row in `relabel` [n, C]."""
     y = data.y.clone()
     index = torch.from_numpy(dealt.index)
-    y[index] = torch.from_numpy(relabel[owners(dealt), data.y.numpy()[dealt.index]])
+    y[index] = torch.from_numpy(relabel[find_owners(dealt), data.y.numpy()[dealt.index]])
     return replace(data, y=y)
 
 
@@ -72,7 +72,7 @@ def rotate_and_invert_images(data: Dataset, dealt: Dealt, views: Ints) -> Datase
 
     Inverted values stay within the range of the data set.
     """
-    x, index, of_sample = data.x.clone(), torch.from_numpy(dealt.index), torch.from_numpy(views[owners(dealt)])
+    x, index, of_sample = data.x.clone(), torch.from_numpy(dealt.index), torch.from_numpy(views[find_owners(dealt)])
     darkest, brightest = data.x.min(), data.x.max()
     for turns, inverted in torch.unique(of_sample, dim=0).tolist():
         chosen = index[(of_sample == torch.tensor([turns, inverted])).all(1)]
@@ -99,7 +99,7 @@ def fit_preparation(data: Dataset, dealt: Dealt, train: Dealt, common: Ints | No
     """
     assert data.prepare is not None
     owner = np.full(len(data), -1, np.int64)
-    owner[dealt.index] = owners(dealt)
+    owner[dealt.index] = find_owners(dealt)
     in_train = np.zeros(len(data), bool)
     in_train[train.index] = True
     who, fit_on = torch.from_numpy(owner), torch.from_numpy(in_train)

@@ -27,19 +27,19 @@ class Dealt(NamedTuple):
     offsets: Ints
 
 
-def offsets_of(sizes: Ints) -> Ints:
+def compute_offsets(sizes: Ints) -> Ints:
     """Return the offsets [n + 1] for clients with these sizes [n]."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
 
 
-def owners(dealt: Dealt) -> Ints:
+def find_owners(dealt: Dealt) -> Ints:
     """Return the client of each entry in ``dealt.index``."""
     return np.repeat(np.arange(len(dealt.offsets) - 1), np.diff(dealt.offsets))
 
 
 def concatenate_dealt(first: Dealt, second: Dealt) -> Dealt:
     """Return the entries of both arguments by client. Within a client, the entries of the first argument come first."""
-    owner = np.concatenate([owners(first), owners(second)])
+    owner = np.concatenate([find_owners(first), find_owners(second)])
     return group_by_owner(np.concatenate([first.index, second.index]), owner, len(first.offsets) - 1)
 
 
@@ -79,7 +79,7 @@ def group_by_owner(index: Ints, owner: Ints, n: int) -> Dealt:
     >>> group_by_owner(np.array([5, 6, 9]), np.array([1, 0, 1]), 2)
     Dealt(index=array([6, 5, 9]), offsets=array([0, 1, 3]))
     """
-    return Dealt(index[sort_by_key(owner, np.arange(len(owner)))], offsets_of(np.bincount(owner, minlength=n)))
+    return Dealt(index[sort_by_key(owner, np.arange(len(owner)))], compute_offsets(np.bincount(owner, minlength=n)))
 
 
 def deal(lists: list[Ints], counts: Ints) -> Dealt:
@@ -104,7 +104,7 @@ def choose_each(lists: list[Ints], counts: Ints, rng: np.random.Generator) -> De
         lists[c][rng.choice(len(lists[c]), counts[i, c], replace=False, shuffle=False)]
         for i, c in np.argwhere(counts).tolist()
     ]
-    return Dealt(np.concatenate(chosen), offsets_of(counts.sum(1)))
+    return Dealt(np.concatenate(chosen), compute_offsets(counts.sum(1)))
 
 
 def counts_from_shares(shares: Floats, totals: Ints) -> Ints:

@@ -11,7 +11,7 @@ from fedloom.data.partitions._base import Partition
 from fedloom.data.partitions.deal import Dealt, Ints, deal, group_by_owner, split_evenly
 from fedloom.data.partitions.pools import Draw, Pool
 from fedloom.errors import PartitionError
-from fedloom.hints import nearest
+from fedloom.hints import suggest_nearest
 from fedloom.seeds import numpy_generator
 
 
@@ -66,7 +66,7 @@ class ByColumn(Partition):
         data = pool.data
         if self.column not in data.columns:
             raise PartitionError(
-                f"by-column: {data.name} has no column {self.column!r}; {nearest(self.column, data.columns)}"
+                f"by-column: {data.name} has no column {self.column!r}; {suggest_nearest(self.column, data.columns)}"
             )
         return _draw_by_level(self, pool, data.columns[self.column].numpy(), data.levels[self.column], seed)
 

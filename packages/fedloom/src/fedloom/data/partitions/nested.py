@@ -19,7 +19,7 @@ from fedloom.errors import ConfigError, PartitionError, Refused
 from fedloom.seeds import derive, numpy_generator
 from fedloom.values import choose
 
-Below = Annotated[
+NestedPartition = Annotated[
     dict[str, Any],
     Field(
         default_factory=lambda: {"kind": "iid"},
@@ -80,7 +80,7 @@ class LabelSwap(Sized):
 
     kind: ClassVar[str] = "label-swap"
     groups: int = Field(default=2, ge=1, description="number of groups (if not set: at most the number of clients)")
-    base: Below
+    base: NestedPartition
 
     def draw(self, pool: Pool, seed: int) -> Draw:
         """Draw the clients of the base partition, and the permutation of classes for each group."""
@@ -123,7 +123,7 @@ class Rotated(Sized):
         ),
     )
     inverted: bool = Field(default=False, description="add a copy of every orientation with inverted brightness")
-    base: Below
+    base: NestedPartition
 
     def draw(self, pool: Pool, seed: int) -> Draw:
         """Draw the clients of the base partition, and set the view for each group."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.partitions.deal import Dealt, Floats, Ints, count_distinct, offsets_of, owners, sort_by_key
+from fedloom.data.partitions.deal import Dealt, Floats, Ints, compute_offsets, count_distinct, find_owners, sort_by_key
 from fedloom.data.subjects.cut import PartSizes, parts_by_subject, round_share_of_sizes
 from fedloom.data.subjects.design import Design
 
@@ -30,7 +30,7 @@ def cut_parts(
         design: groups of samples that belong together, or None. If it is given, subjects are divided instead of
             samples (see `parts_by_subject`).
     """
-    owner, sizes = owners(dealt), np.diff(dealt.offsets)
+    owner, sizes = find_owners(dealt), np.diff(dealt.offsets)
     if design is not None:
         code = parts_by_subject(design, dealt.index, owner, len(sizes), y, quota, rng)
     else:
@@ -38,7 +38,7 @@ def cut_parts(
     if len(code) and count_distinct(dealt.index, int(dealt.index.max()) + 1) < len(code):
         code = _join_copies(code, owner, dealt.index, quota.keep is not None)
     return {
-        part: Dealt(dealt.index[code == k], offsets_of(np.bincount(owner[code == k], minlength=len(sizes))))
+        part: Dealt(dealt.index[code == k], compute_offsets(np.bincount(owner[code == k], minlength=len(sizes))))
         for k, part in enumerate(("train", "validation", "test"))
     }
 
@@ -84,7 +84,7 @@ def _ranks_by_class(owner: Ints, label: Ints, order: Floats, n: int) -> tuple[In
     first = np.ones(len(owner), bool)
     first[by_class[1:]] = np.diff(cell[by_class]) != 0
     sorted_ = sort_by_key(2 * owner + ~first, drawn)
-    starts = offsets_of(np.bincount(owner, minlength=n))
+    starts = compute_offsets(np.bincount(owner, minlength=n))
     rank = np.empty_like(owner)
     rank[sorted_] = np.arange(len(owner)) - starts[owner[sorted_]]
     return rank, np.bincount(owner[first], minlength=n)
@@ -163,7 +163,7 @@ def check_draw(draw: Any, samples: int, classes: int) -> None:
             f"`test` covers {tested} clients, but `dealt` covers {n}. Provide a test set, which may "
             "be empty, for every client"
         )
-    trains, tests = (owners(lists) * samples + lists.index for lists in (draw.dealt, draw.test))
+    trains, tests = (find_owners(lists) * samples + lists.index for lists in (draw.dealt, draw.test))
     if len(both := np.intersect1d(trains, tests)):
         client, sample = divmod(int(both[0]), samples)
         raise ValueError(

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.partitions.deal import Dealt, Ints, group_by_owner, owners
+from fedloom.data.partitions.deal import Dealt, Ints, find_owners, group_by_owner
 from fedloom.errors import Refused
 
 CLIENT_FIELDS = ("noise", "anew", "relabel", "views", "groups")
@@ -97,7 +97,7 @@ class Draw(NamedTuple):
 
         The rows of all other clients become a common test set.
         """
-        owner, n, dealt = owners(self.dealt), len(trains), self.dealt.index
+        owner, n, dealt = find_owners(self.dealt), len(trains), self.dealt.index
         number, of = np.cumsum(trains) - 1, int(trains.sum())
         kept = {name: None if (v := getattr(self, name)) is None else v[trains] for name in CLIENT_FIELDS}
         outside = dealt[~trains[owner]]

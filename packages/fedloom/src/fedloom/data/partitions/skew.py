@@ -15,10 +15,10 @@ from fedloom.data.partitions.deal import (
     Floats,
     Ints,
     choose_each,
+    compute_offsets,
     counts_from_shares,
     deal,
     group_by_owner,
-    offsets_of,
     redraw_until_min_size,
     split_evenly,
 )
@@ -43,7 +43,7 @@ class Iid(Sized):
         """Divide a randomly permuted set of samples into equal parts."""
         self.fits(pool)
         order = numpy_generator(seed, purpose="iid").permutation(len(pool)) if self.shuffle else slice(None)
-        return Draw(Dealt(pool.index[order], offsets_of(split_evenly(len(pool), self.clients))))
+        return Draw(Dealt(pool.index[order], compute_offsets(split_evenly(len(pool), self.clients))))
 
 
 class QuantitySkew(Sized):
@@ -73,7 +73,7 @@ class QuantitySkew(Sized):
             f"quantity-skew: {len(pool)} samples of {pool.data.name}, {self.clients} clients, alpha {self.alpha}",
             "use a larger alpha, fewer clients or a smaller min_size",
         )
-        return Draw(choose_each([order], sizes, rng) if self.overlap else Dealt(order, offsets_of(sizes[:, 0])))
+        return Draw(choose_each([order], sizes, rng) if self.overlap else Dealt(order, compute_offsets(sizes[:, 0])))
 
 
 class Shards(Sized):

@@ -13,7 +13,7 @@ from fedloom.data.sources._base import Source
 from fedloom.data.sources.arrays import Npy, Npz
 from fedloom.data.sources.census import Adult, Heart
 from fedloom.data.sources.cifar import Cifar10, Cifar100
-from fedloom.data.sources.detect import SOURCES_BY_ENDING, detect
+from fedloom.data.sources.detect import SOURCES_BY_ENDING, detect_source
 from fedloom.data.sources.embedded import Digits, Embedded
 from fedloom.data.sources.idx import FashionMnist, Mnist
 from fedloom.data.sources.images import ImageFolder, MedicalMnist, TinyImagenet
@@ -94,7 +94,7 @@ def source(name_or_path: str | Path, **options: object) -> Source:
         kind: type[Source] | None = None
         if "agreement" in options and not place.exists():  # planning with an agreement needs no data
             kind = SOURCES_BY_ENDING.get(place.suffix.lower())
-        kind = kind or detect(place)
+        kind = kind or detect_source(place)
         return kind(**{"path": name, **options})
     return choose("data set", SOURCES, name)(**options)
 

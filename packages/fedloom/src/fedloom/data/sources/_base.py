@@ -18,8 +18,8 @@ from fedloom.data.dataset import MAX_CLASSES, Dataset
 from fedloom.data.sources.fetch import DATA_FOLDER_VARIABLE as DATA_FOLDER_VARIABLE
 from fedloom.data.sources.fetch import REMOTE_SETS
 from fedloom.errors import DataError, attribute_error
-from fedloom.imports import path_of
-from fedloom.rundir import place_of
+from fedloom.imports import get_import_path
+from fedloom.rundir import as_path
 from fedloom.values import Value
 
 FOLDER_DESCRIPTION = "file or folder of the data set (default: searched for in the data folder)"
@@ -50,7 +50,7 @@ class Source(Value):
             DataError: `load` raised it.
             CodeError: the user code failed, or did not return a data set.
         """
-        if path_of(type(self)) is None:
+        if get_import_path(type(self)) is None:
             return self.load(data_dir)
         with attribute_error("data set", self, "load"):
             data = self.load(data_dir)
@@ -128,7 +128,7 @@ def locate(
             raise DataError(f"{what} was not found at {place}. Set path to the file or folder that contains the data")
         return place
     remote = next((name for name in REMOTE_SETS if REMOTE_SETS[name].folder in folders), None)
-    root = os.environ.get(DATA_FOLDER_VARIABLE) if data_dir is None else place_of(data_dir, "data_dir")
+    root = os.environ.get(DATA_FOLDER_VARIABLE) if data_dir is None else as_path(data_dir, "data_dir")
     if not root and not folders:
         raise DataError(f"{what}: no path is set. Set path to the file or folder that contains the data")
     if not root:

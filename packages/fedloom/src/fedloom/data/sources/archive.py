@@ -46,7 +46,7 @@ DAMAGED_FILE_ERRORS = (
     EOFError, OSError, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, zlib.error, NotImplementedError,
 )  # fmt: skip
 ARCHIVE_SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.xz", ".txz", ".zip")
-Wanted = Callable[[str], bool]
+NameFilter = Callable[[str], bool]
 
 
 class ArchiveEntry(NamedTuple):
@@ -195,7 +195,7 @@ def is_system_file(name: str) -> bool:
     return "__MACOSX" in parts or (bool(parts) and (parts[-1].startswith("._") or parts[-1] == ".DS_Store"))
 
 
-def iterate_entries(path: Path, wanted: Wanted = lambda name: True) -> Iterator[ArchiveEntry]:
+def iterate_entries(path: Path, wanted: NameFilter = lambda name: True) -> Iterator[ArchiveEntry]:
     """Yield the requested files in a folder, zip or tar, or a single file.
 
     Each stream must be read before the next entry is requested.
@@ -237,7 +237,7 @@ def _walk_folder(folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def _zip_entries(path: Path, wanted: Wanted) -> Iterator[ArchiveEntry]:
+def _zip_entries(path: Path, wanted: NameFilter) -> Iterator[ArchiveEntry]:
     try:
         with zipfile.ZipFile(path) as archive:
             files = [info for info in archive.infolist() if not info.is_dir() and not is_system_file(info.filename)]
@@ -253,7 +253,7 @@ def _zip_entries(path: Path, wanted: Wanted) -> Iterator[ArchiveEntry]:
         raise damaged_file_error(str(path), error) from error
 
 
-def _tar_entries(path: Path, stream: BinaryIO, wanted: Wanted) -> Iterator[ArchiveEntry]:
+def _tar_entries(path: Path, stream: BinaryIO, wanted: NameFilter) -> Iterator[ArchiveEntry]:
     left, tail = max_unpacked_bytes(path.stat().st_size), _LastBlockStream(stream)
     try:
         with tarfile.open(fileobj=cast("BinaryIO", tail), mode="r|") as archive:

@@ -23,7 +23,7 @@ from fedloom.data.sources.table.targets import similar_levels_message
 from fedloom.data.subjects.copies import count_image_copies
 from fedloom.data.survey.findings import NEAR_COPIES_NOTE, note_near_copies
 from fedloom.errors import ConfigError, DataError
-from fedloom.hints import unknown
+from fedloom.hints import unknown_name_error
 
 MAX_COMPARED_COLUMNS = 64
 """Maximum number of columns that are compared with each other in the search for near-duplicate rows."""
@@ -86,7 +86,7 @@ def make_dataset(
     texts = [(what, v) for what, v in (("classes", classes), ("vocabulary", vocabulary)) if isinstance(v, str)]
     names = tuple(map(str, range(vocabulary))) if isinstance(vocabulary, int) else tuple(vocabulary)
     if layout not in (None, *get_args(Layout)):
-        raise unknown("layout", layout, get_args(Layout), place)
+        raise unknown_name_error("layout", layout, get_args(Layout), place)
     if layout == "sequence":
         x = x[:, 0] if x.ndim == 4 and x.shape[1] == 1 else x
         if x.ndim != 3:

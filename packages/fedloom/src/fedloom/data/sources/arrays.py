@@ -16,7 +16,7 @@ from fedloom.data.samples import FEATURE_TARGET_NAMES
 from fedloom.data.sources._base import SampleSource, locate
 from fedloom.data.sources.archive import ArchiveEntry, check_no_trailing_bytes, check_size, fill_array, iterate_entries
 from fedloom.data.sources.array_data import Layout, add_notes, has_channels_last, make_dataset, narrow_numbers
-from fedloom.data.subjects.design import SAMPLE_ROLES, design_of
+from fedloom.data.subjects.design import SAMPLE_ROLES, create_design
 from fedloom.errors import DataError
 
 CONVERSION_BLOCK_BYTES = 2**20
@@ -96,7 +96,7 @@ class Npy(_Arrays):
         data = make_dataset(place.name, x, y, self.task, vocabulary=self.vocabulary or (), **options)
         files = {role: place / f"{role}.npy" for role in SAMPLE_ROLES}
         roles = {role: _map_array(file) for role, file in files.items() if file.exists()}
-        return add_notes(replace(data, design=design_of(roles, len(data), str(place))))
+        return add_notes(replace(data, design=create_design(roles, len(data), str(place))))
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:
         """Return x as a memory map of the file."""
@@ -156,7 +156,7 @@ class Npz(_Arrays):
         options: dict[str, Any] = {"where": place, "split": split, "mean": self.mean, "std": self.std, "users": users}
         options |= {"original_dtype": headers[x_key].dtype.name, "layout": self.layout}
         data = make_dataset(place.stem, x, y, self.task, vocabulary=self.vocabulary or (), **options)
-        data = replace(data, design=design_of(beside, len(data), str(place)))
+        data = replace(data, design=create_design(beside, len(data), str(place)))
         extra = [key for key in unread if headers[key].shape[:1] in {headers[side[0]].shape[:1] for side in sides}]
         notes = (
             f"fedloom reads {x_key!r} and {y_key!r} of {place.name}, and ignores {', '.join(map(repr, extra))}",

@@ -37,8 +37,8 @@ HEART_COLUMNS: Schema = {
     "thal": ("3", "6", "7"),
     "num": ("0", "1", "2", "3", "4"),
 }
-NEVER_MISSING = ("age", "sex", "cp")
-ZERO_IS_MISSING = ("trestbps", "chol")
+COMPLETE_COLUMNS = ("age", "sex", "cp")
+ZERO_MISSING_COLUMNS = ("trestbps", "chol")
 
 
 class Heart(FileSource):
@@ -62,14 +62,14 @@ class Heart(FileSource):
             raise DataError(f"UCI heart disease: {place} lacks {', '.join(lacking)}. Put all four files there")
         *features, _ = HEART_COLUMNS
         values = np.concatenate([tables[file] for file in files])
-        for column in map(features.index, ZERO_IS_MISSING):
+        for column in map(features.index, ZERO_MISSING_COLUMNS):
             values[values[:, column] == 0, column] = np.nan
         users = torch.arange(len(files)).repeat_interleave(torch.tensor([len(tables[file]) for file in files]))
         columns = tuple(
             TableColumn(
                 name=name,
                 levels=len(HEART_COLUMNS[name]) if len(HEART_COLUMNS[name]) > 2 else 0,
-                flag=name not in NEVER_MISSING,
+                flag=name not in COMPLETE_COLUMNS,
                 scale=not HEART_COLUMNS[name],
             )
             for name in features

@@ -40,7 +40,7 @@ SOURCES_BY_NAME: tuple[tuple[re.Pattern[str], type[FileSource]], ...] = (
     (re.compile(r"\.(jpe?g|png|bmp|gif|ppm|pgm|tiff?|webp)$", re.IGNORECASE), ImageFolder),
     (re.compile(r"\.(csv|tsv|txt|dat|data)$", re.IGNORECASE), Csv),
 )
-FIRST_WEAK_PATTERN = 7
+FIRST_WEAK_PATTERN_INDEX = 7
 """Index of the first weak pattern. Weak patterns are only used if no name matches a stronger one."""
 WEAK_MATCH_NAME_COUNT = 2000
 """Minimum number of names before a match with a weak pattern is accepted."""
@@ -58,7 +58,7 @@ def _starts_with(path: Path, magic: bytes) -> bool:
     return False
 
 
-def detect(path: Path) -> type[FileSource]:
+def detect_source(path: Path) -> type[FileSource]:
     """Return the class of the source that can read a path.
 
     Raises:
@@ -76,7 +76,7 @@ def detect(path: Path) -> type[FileSource]:
     if (
         path.is_file()
         and ending in SOURCES_BY_ENDING
-        and not any(p.search(path.name) for p, _ in SOURCES_BY_NAME[:FIRST_WEAK_PATTERN])
+        and not any(p.search(path.name) for p, _ in SOURCES_BY_NAME[:FIRST_WEAK_PATTERN_INDEX])
     ):
         return SOURCES_BY_ENDING[ending]
     if ending in (".xls", ".ods"):
@@ -90,7 +90,7 @@ def detect(path: Path) -> type[FileSource]:
             looked_at + 1,
         )
         return (
-            best < FIRST_WEAK_PATTERN
+            best < FIRST_WEAK_PATTERN_INDEX
             or (best < len(SOURCES_BY_NAME) and looked_at > WEAK_MATCH_NAME_COUNT)
             or looked_at > MAX_CHECKED_NAMES
         )

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedloom.errors import ConfigError, DataError
-from fedloom.hints import unknown
+from fedloom.hints import unknown_name_error
 from fedloom.outputs import check_output_folder
-from fedloom.rundir import place_of
+from fedloom.rundir import as_path
 from fedloom.values import check_type
 
 DATA_FOLDER_VARIABLE = "FEDLOOM_DATA"
@@ -140,10 +140,10 @@ def fetch(
     if name in UNFETCHED_SETS:
         raise ConfigError(f"{name} {UNFETCHED_SETS[name]}")
     if name not in REMOTE_SETS:
-        raise unknown("data set to fetch", name, REMOTE_SETS)
+        raise unknown_name_error("data set to fetch", name, REMOTE_SETS)
     if find_spec("pooch") is None:
         raise ConfigError("fetching needs the `fetch` extra. Run: pip install 'fedloom[fetch]'")
-    root = environ.get(DATA_FOLDER_VARIABLE) if data_dir is None else place_of(data_dir, "data_dir")
+    root = environ.get(DATA_FOLDER_VARIABLE) if data_dir is None else as_path(data_dir, "data_dir")
     if not root:
         raise ConfigError(
             f"{name}: the folder of data sets is unknown. Set {DATA_FOLDER_VARIABLE}, or give data_dir (--data-dir)"

@@ -21,8 +21,8 @@ from fedloom.errors import DataError
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
-SIDE_LIMIT = 8192
-DEEP_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
+MAX_SIDE_PIXELS = 8192
+HIGH_DEPTH_MODES = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 """Image modes with more than 8 bits per pixel. Pillow clips the pixel values of such images to 255 when it converts
 them."""
 
@@ -51,7 +51,7 @@ class _Pictures:
             content = io.BytesIO(entry.stream.read())
             with warnings.catch_warnings(action="ignore"), Image.open(content, formats=IMAGE_FORMATS) as image:
                 self._check(entry, image.size)
-                if image.mode in DEEP_MODES:
+                if image.mode in HIGH_DEPTH_MODES:
                     raise DataError(
                         f"{entry.location} has more than 8 bits per pixel (mode {image.mode}), but "
                         "images are read as bytes, and the range of the numbers is unknown. Convert "
@@ -75,10 +75,10 @@ class _Pictures:
         self._rows.room(1)[0] = planes
 
     def _check(self, entry: ArchiveEntry, size: tuple[int, int]) -> None:
-        if max(size) > SIDE_LIMIT:
+        if max(size) > MAX_SIDE_PIXELS:
             raise DataError(
                 f"{entry.location}: declares {size[0]}x{size[1]} pixels, but images may have at most "
-                f"{SIDE_LIMIT} per side"
+                f"{MAX_SIDE_PIXELS} per side"
             )
         if self._side is None:
             self.size = self.size or size
@@ -138,7 +138,7 @@ class ImageFolder(SampleSource):
     side: int | None = Field(
         default=None,
         ge=1,
-        le=SIDE_LIMIT,
+        le=MAX_SIDE_PIXELS,
         description="resize images to side x side pixels (default: all images must have the same size)",
     )
     mean: tuple[float, ...] | None = mean_option(None)

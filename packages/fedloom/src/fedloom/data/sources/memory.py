@@ -34,10 +34,10 @@ from fedloom.data.sources.table.frames import (
 )
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
-from fedloom.data.subjects.design import SAMPLE_ROLES, design_of
+from fedloom.data.subjects.design import SAMPLE_ROLES, create_design
 from fedloom.data.tables import level_name
 from fedloom.errors import ConfigError, DataError
-from fedloom.hints import nearest
+from fedloom.hints import suggest_nearest
 from fedloom.values import check_type, fields_of, make
 
 COLUMN_OPTIONS = (
@@ -107,7 +107,7 @@ def as_dataset(
         return _table_source(first, target, task, name, options)
     allowed = ("classes", "mean", "std", "clients", "features", "channels_last", "layout", "vocabulary", *SAMPLE_ROLES)
     if odd := [key for key in options if key not in allowed]:
-        raise ConfigError(f"{name}: unknown option {odd[0]!r}; {nearest(odd[0], allowed)}")
+        raise ConfigError(f"{name}: unknown option {odd[0]!r}; {suggest_nearest(odd[0], allowed)}")
     _check_kinds(name, task, options)
     roles = {role: options.pop(role, None) for role in SAMPLE_ROLES}
     roles |= join_roles(sides, name)
@@ -145,7 +145,7 @@ def as_dataset(
     return add_notes(
         replace(
             data,
-            design=design_of(roles, len(data), name),
+            design=create_design(roles, len(data), name),
             notes=(*data.notes, *dict.fromkeys(f"{name}: {note}" for part in parts for note in part.notes)),
         )
     )
@@ -283,7 +283,7 @@ class HubData(Source):
                 "keeps data sets in ~/.cache/huggingface)"
             ) from error
         if self.train not in splits:
-            raise DataError(f"hub:{self.name} has no split {self.train!r}; {nearest(self.train, splits)}")
+            raise DataError(f"hub:{self.name} has no split {self.train!r}; {suggest_nearest(self.train, splits)}")
         data = as_dataset(
             splits[self.train],
             self.y,

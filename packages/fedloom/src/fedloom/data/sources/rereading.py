@@ -154,7 +154,7 @@ def check_reread_samples(
     before, prints, shape = rng_states(), list[int](), ()
     for sample in first:
         if not prints:
-            shape = np.shape(_image_of(sample))
+            shape = np.shape(_get_image(sample))
         prints.append(_fingerprint(sample))
         yield sample
     if not prints:
@@ -196,7 +196,7 @@ def _reread_first_samples(stream: Callable[[], Iterable[T]], count: int) -> list
         return []
 
 
-def _image_of(sample: Any) -> Any:
+def _get_image(sample: Any) -> Any:
     """Return the first entry of a sample, which may be an image, or an empty tuple if it has no shape."""
     first = next(iter(sample.values()), ()) if isinstance(sample, Mapping) else sample
     first = first[0] if isinstance(first, tuple) and first else first

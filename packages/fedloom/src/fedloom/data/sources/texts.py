@@ -19,7 +19,7 @@ from pydantic import Field
 
 from fedloom.data.dataset import Dataset, raise_data_problems
 from fedloom.data.sources._base import FileSource, Source, locate, name_file_in_errors
-from fedloom.data.sources.detect import detect
+from fedloom.data.sources.detect import detect_source
 from fedloom.data.sources.leaf import (
     Floats,
     Leaf,
@@ -31,9 +31,9 @@ from fedloom.data.sources.leaf import (
 from fedloom.data.sources.table.levels import LevelCodeCollector
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
-from fedloom.data.text import NO_LABEL, Level, encode_texts, tokenize_text, vocabulary_of
+from fedloom.data.text import NO_LABEL, Level, build_vocabulary, encode_texts, tokenize_text
 from fedloom.errors import ConfigError, DataError, NoSamples
-from fedloom.hints import nearest
+from fedloom.hints import suggest_nearest
 
 TEXT_FIELD_INDEX = 4
 """Index of the text in a Sentiment140 tweet, whose columns are id, date, query, user and text."""
@@ -65,7 +65,7 @@ class Texts(FileSource):
         """Load all rows, and build the vocabulary from all texts."""
         texts, codes, where = self._columns(data_dir, labelled=True)
         (y, classes), (users, names) = codes[0], codes[1] if self.client_column is not None else (None, ())
-        vocabulary = vocabulary_of(texts, self.level, self.tokens)
+        vocabulary = build_vocabulary(texts, self.level, self.tokens)
         with name_file_in_errors(Path(where)):
             return Dataset(
                 Path(where).stem,
@@ -96,7 +96,7 @@ class Texts(FileSource):
     ) -> tuple[list[str], list[tuple[torch.Tensor, tuple[str, ...]]], str]:
         """Return the texts, codes and levels of the label and the clients, and the name of the file."""
         place = locate("texts", self.path, data_dir, ("texts",), lambda p: True)
-        kind = detect(place)
+        kind = detect_source(place)
         if not issubclass(kind, TableSource):
             raise DataError(f"{place} is not a table. Texts need a CSV or Parquet file with a column of texts")
         table = kind(path=str(place), **({"separator": self.separator} if kind is Csv else {}))
@@ -104,7 +104,7 @@ class Texts(FileSource):
             label = (next(reversed(raw.names), None) if self.target is None else self.target) if labelled else None
             roles = [c for c in (label, self.client_column) if c is not None and (labelled or c in raw.names)]
             if absent := [c for c in (self.text, *roles) if c not in raw.names]:
-                raise ConfigError(f"{place} has no column {absent[0]!r}; {nearest(absent[0], raw.names)}")
+                raise ConfigError(f"{place} has no column {absent[0]!r}; {suggest_nearest(absent[0], raw.names)}")
             if self.text in roles or len(set(roles)) < len(roles):
                 raise ConfigError(
                     f"{place}: text, target and client_column must be three different columns, got "
@@ -188,7 +188,7 @@ class Shakespeare(FileSource):
         place = locate("Shakespeare", self.path, data_dir, ("shakespeare",), holds_json)
         users = collect_user_samples(place, "", _SpeakerLineCollector(Leaf(), None))
         texts, following = users.x[:, 0].tolist(), [chr(int(code)) for code in users.y]
-        vocabulary = vocabulary_of([*texts, *following], "character")
+        vocabulary = build_vocabulary([*texts, *following], "character")
         code = {character: k for k, character in enumerate(vocabulary[2:])}
         y = torch.tensor([code[character] for character in following])
         x = encode_texts(texts, vocabulary, self.length or max(map(len, texts)))
@@ -213,7 +213,7 @@ class Sent140(FileSource):
         place = locate("Sent140", self.path, data_dir, ("sent140",), holds_json)
         users = collect_user_samples(place, "", _TweetCollector(Leaf(), None))
         texts = users.x[:, 0].tolist()
-        vocabulary = vocabulary_of(texts, "word", self.words)
+        vocabulary = build_vocabulary(texts, "word", self.words)
         x, y = encode_texts(texts, vocabulary, self.length), torch.from_numpy((users.y > 0).astype(np.int64))
         return make_user_dataset(place, users, "sent140", "user", x, y, "binary", ("negative", "positive"), vocabulary)
 
@@ -251,7 +251,7 @@ class Docstrings(Source):
             raise NoSamples(
                 f"docstrings: no module has {self.min_characters} characters of docstrings. Lower `min_characters`"
             )
-        vocabulary = vocabulary_of(whole.values(), "character", least=MIN_CHARACTER_COUNT)
+        vocabulary = build_vocabulary(whole.values(), "character", least=MIN_CHARACTER_COUNT)
         names = [n for k, n in enumerate(texts) if self.modules == "all" or k % 2 == (self.modules == "odd")]
         parts = [text_windows(texts[name], vocabulary, self.length) for name in names]
         users = torch.arange(len(names)).repeat_interleave(torch.tensor([len(x) for x, _ in parts]))

@@ -31,7 +31,7 @@ MAX_TREE_AXES = 8
 MAX_COMPARED_BYTES = 1 << 29
 """Maximum number of bytes of samples that are compared. Comparing more bytes would take seconds, and the samples may be
 on disk."""
-THUMB_PIXELS = 32
+THUMBNAIL_PIXELS = 32
 """Maximum height and width of compared images, in pixels. Larger images are averaged down to this size."""
 MIN_IMAGE_PIXELS = 8
 """Minimum height and width of images that can be distinguished, in pixels."""
@@ -109,7 +109,9 @@ def count_image_copies(images: torch.Tensor, design: Design | None) -> int:
         return 0
     units = None if design is None or design.subject is None else design.units
     some = max(1, 2**22 // max(1, images[0].numel()))
-    grey = torch.cat([_shrink_images(part.float().mean(1, keepdim=True), THUMB_PIXELS) for part in images.split(some)])
+    grey = torch.cat(
+        [_shrink_images(part.float().mean(1, keepdim=True), THUMBNAIL_PIXELS) for part in images.split(some)]
+    )
     if not bool(grey.isfinite().all()):
         return 0
     views = (_invariant_spectra(grey), _normalized_thumbnails(grey))

@@ -155,7 +155,7 @@ class Design:
         return notes
 
 
-def design_of(values: Mapping[str, object], rows: int, place: str) -> Design | None:
+def create_design(values: Mapping[str, object], rows: int, place: str) -> Design | None:
     """Create the design of samples in memory. Return None if no values are given.
 
     Args:

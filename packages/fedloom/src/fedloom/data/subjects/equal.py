@@ -43,7 +43,7 @@ class Digests(NamedTuple):
     is_distinctive: bool
 
 
-def digests_of(data: Dataset) -> Digests:
+def digest_samples(data: Dataset) -> Digests:
     """Return a digest of each sample and its target."""
     flat = data.x.reshape(len(data), -1).numpy()
     targets = data.y.reshape(len(data), -1).numpy().astype(np.float64)
@@ -95,7 +95,7 @@ def note_equal_rows(data: Dataset, parts: Mapping[str, Ints], common: Ints | Non
     held = {name: np.unique(rows) for name, rows in held.items() if len(rows)}
     if len(held) < 2:
         return []
-    return list(_equal_row_notes(digests_of(data), held))
+    return list(_equal_row_notes(digest_samples(data), held))
 
 
 def note_untrained_levels(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from fedloom.data.dataset import CLASS_TASKS, Task
 from fedloom.data.tables import MISSING_MARKERS, Table, TableColumn
 from fedloom.errors import ConfigError, direction_in
-from fedloom.rundir import place_of
+from fedloom.rundir import as_path
 from fedloom.storage import read_toml
 from fedloom.values import Value, fields_of, make
 
@@ -239,7 +239,7 @@ class Agreement(Value):
         return sentences
 
 
-def agreement_of(document: object) -> Agreement | None:
+def load_agreement(document: object) -> Agreement | None:
     """Return the agreement that is given by a path, by its keys or as an object. Return None if no agreement is given.
 
     Raises:
@@ -248,7 +248,7 @@ def agreement_of(document: object) -> Agreement | None:
     if document is None or isinstance(document, Agreement):
         return document
     if isinstance(document, str | Path):
-        return Agreement.read(place_of(document, "agreement").expanduser())
+        return Agreement.read(as_path(document, "agreement").expanduser())
     if isinstance(document, Mapping):
         return make(Agreement, dict(document), "agreement", fields_of(Agreement))
     raise ConfigError(f"agreement must be the path to a document, got {document!r:.60}")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fedloom.data.sources.table.cells import QUANTITY_PATTERN
 from fedloom.data.survey.people import names_subject, personal_information_kind
-from fedloom.data.tables import is_number, number_of
+from fedloom.data.tables import is_number, parse_number
 
 Kind = Literal["number", "text", "date", "empty"]
 
@@ -131,7 +131,7 @@ class ColumnProfile:
         self.kind = "empty"
         if not len(self.present):
             return
-        strange = [level for level in self.levels if number_of(level) is None]
+        strange = [level for level in self.levels if parse_number(level) is None]
         odd = sum(self.levels[level] for level in strange)
         tokens = all(level.strip().lower() in MISSING_TOKENS for level in strange)
         numeric, share = odd < len(self.present), odd / len(self.present)
@@ -163,7 +163,7 @@ class ColumnProfile:
     def values(self) -> NDArray[np.float64]:
         """Numbers ``[N]``, in which missing cells and missing-value codes are NaN."""
         missing = {"", *self.extremes}
-        numbers = {c: np.nan if c in missing or (v := number_of(c)) is None else v for c in {*self.cells.tolist()}}
+        numbers = {c: np.nan if c in missing or (v := parse_number(c)) is None else v for c in {*self.cells.tolist()}}
         return np.array([numbers[c] for c in self.cells.tolist()])
 
     @cached_property
@@ -173,7 +173,7 @@ class ColumnProfile:
 
     def _count_cells(self, codes: Collection[float]) -> dict[str, int]:
         """Return the given numbers as they are written in cells, with their counts."""
-        return {level: self.levels[level] for level in self.levels if number_of(level) in codes}
+        return {level: self.levels[level] for level in self.levels if parse_number(level) in codes}
 
     def _counts(self) -> Counts:
         values, counts = np.unique(self.values[~np.isnan(self.values)], return_counts=True)
@@ -373,7 +373,7 @@ def is_repeated_unit(name: str, levels: Collection[object], rows: int) -> bool:
     return names_subject(name) and MAX_FEW_LEVELS < len(levels) <= MAX_DISTINCT_SHARE * rows
 
 
-def time_unit_of(name: str, levels: NDArray[np.float64]) -> str:
+def infer_time_unit(name: str, levels: NDArray[np.float64]) -> str:
     """Return the unit and the origin of integers that may be points in time, or "" if they cannot be."""
     for factor, unit in ((1, "seconds since 1970"), (1000, "milliseconds since 1970")):
         if SECONDS_RANGE[0] * factor <= levels[0] and levels[-1] <= SECONDS_RANGE[1] * factor:

@@ -17,11 +17,11 @@ from fedloom.data.survey.facts import (
     POSSIBLE_LEVEL_TOKENS,
     find_answer_codes,
     find_extreme_codes,
+    infer_time_unit,
     is_permutation,
     is_repeated_unit,
     is_row_number,
     names_rows,
-    time_unit_of,
 )
 from fedloom.data.survey.leaks import ReadColumn, find_leaks
 from fedloom.data.survey.people import personal_information_kind, words
@@ -160,7 +160,7 @@ def _note_numbering(name: str, column: ReadColumn, count: int) -> Iterator[str]:
         )
         return
     whole = bool(column.names) or bool((levels == np.floor(levels)).all())
-    if not column.names and whole and len(levels) >= MAX_FEW_LEVELS and (unit := time_unit_of(name, levels)):
+    if not column.names and whole and len(levels) >= MAX_FEW_LEVELS and (unit := infer_time_unit(name, levels)):
         yield f"column {name!r} may contain dates as {unit}. Add it to drop, or set it as order to test on later rows"
         return
     if whole and is_repeated_unit(name, levels.tolist(), len(values)):

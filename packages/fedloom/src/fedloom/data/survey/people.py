@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections.abc import Mapping
 
-from fedloom.data.tables import is_number, number_of
+from fedloom.data.tables import is_number, parse_number
 
 MIN_PATTERN_CELLS = 10
 """Minimum number of cells for comparing a pattern. With fewer cells, most cells could be distinct by chance."""
@@ -362,7 +362,7 @@ def _matches_suggestion(what: str, texts: list[str], text: bool) -> bool:
         )
     if what == "email addresses":
         return _matching_share(re.compile(r".*@.*"), texts) >= MIN_DISTINCT_SHARE
-    if max((number_of(t) or 0 for t in texts), default=0) < MIN_CONTACT_NUMBER and all(map(is_number, texts)):
+    if max((parse_number(t) or 0 for t in texts), default=0) < MIN_CONTACT_NUMBER and all(map(is_number, texts)):
         return False
     return sum(
         sum(c.isdigit() for c in t) >= 6 and DECIMAL_PATTERN.fullmatch(t) is None for t in texts

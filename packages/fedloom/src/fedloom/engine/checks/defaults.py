@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from fedloom.engine.setting import Setting
 from fedloom.schedule import OverSelection, Stream
-from fedloom.values import Value, kind_of
+from fedloom.values import Value, get_kind
 
 V = TypeVar("V", bound=Value)
 
@@ -47,7 +47,7 @@ def _changed_default_notes(table: str, old: Value | None, new: Value | None, amo
         return []
     weak = ", so the rule tolerates no attacker"
     return [
-        f"{table} {kind_of(new)!r}: {name} = {getattr(new, name)}, because {among} are too few for the default, "
+        f"{table} {get_kind(new)!r}: {name} = {getattr(new, name)}, because {among} are too few for the default, "
         f"{getattr(old, name)}{weak if name in ('f', 'pre') else ''}"
         for name in type(old).model_fields
         if getattr(old, name) != getattr(new, name)

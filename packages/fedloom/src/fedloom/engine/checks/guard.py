@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from fedloom.errors import RunStopped, cause_of
+from fedloom.errors import RunStopped, describe_cause
 
 GUARD_LOG = logging.getLogger("fedloom")
 
@@ -44,7 +44,7 @@ class Guard:
             if id(function) not in self._failed:
                 self._failed.add(id(function))
                 name = getattr(function, "__name__", type(function).__name__)
-                self.warn(f"{what} {name} failed: {cause_of(error)}. The run continues and will call it again")
+                self.warn(f"{what} {name} failed: {describe_cause(error)}. The run continues and will call it again")
             return None
 
     def warn(self, sentence: str) -> None:

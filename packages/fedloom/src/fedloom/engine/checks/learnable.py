@@ -7,7 +7,7 @@ import torch
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
 from fedloom.errors import Refused
-from fedloom.tasks import Chosen, Survival, Task
+from fedloom.tasks import ChosenTask, Survival, Task
 
 
 def check_learnable(task: Task, fed: Federation) -> None:
@@ -24,11 +24,11 @@ def check_learnable(task: Task, fed: Federation) -> None:
     Raises:
         ConfigError: no client has a sample from which a model can learn.
     """
-    if isinstance(task, Chosen) and task.objective.loss is not None:
+    if isinstance(task, ChosenTask) and task.objective.loss is not None:
         return
-    if isinstance(task.base if isinstance(task, Chosen) else task, Survival):
+    if isinstance(task.base if isinstance(task, ChosenTask) else task, Survival):
         _check_events(fed)
-    elif isinstance(task, Chosen) and fed.data.task != "multilabel":
+    elif isinstance(task, ChosenTask) and fed.data.task != "multilabel":
         counts = fed.class_counts("train")
         weights = task.class_weights(counts)
         if weights is not None and not bool((weights.to(counts.device) * counts).any()):

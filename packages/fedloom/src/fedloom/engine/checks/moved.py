@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fedloom.hints import EARLIER_DEFAULTS, RENAMED_KEYS, RENAMED_VALUES, unknown
+from fedloom.hints import EARLIER_DEFAULTS, RENAMED_KEYS, RENAMED_VALUES, unknown_name_error
 
 _MOVED_KEYS = {
     "confusion": "confusion", "tsne": "tsne", "groups": "groups", "group_least": "groups", "predictions": "predictions",
@@ -40,7 +40,7 @@ def check_moved(table: str, options: object) -> None:
     """
     for key, value in options.items() if isinstance(options, Mapping) else ():
         if cure := find_moved_key(table, str(key), value):
-            raise unknown("key", key, (), table, cure)
+            raise unknown_name_error("key", key, (), table, cure)
 
 
 def move_analyses(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,17 +21,17 @@ from fedloom.models.imported import batch_norm_layers
 from fedloom.rows.aggregators import FLTrust
 from fedloom.rows.attacks import Forgery
 from fedloom.seeds import as_global, generator
-from fedloom.tasks import Binary, Chosen, Classification, MultiLabel
-from fedloom.values import kind_of, note_idle_fields
+from fedloom.tasks import Binary, ChosenTask, Classification, MultiLabel
+from fedloom.values import get_kind, note_idle_fields
 
-UNSEEDED_CURE = "Runs are not reproducible. Draw from ctx.rng(purpose), which depends on the seed"
-GLOBAL_DRAWS_NOTE = f"server code draws from a global generator of torch, numpy or random. {UNSEEDED_CURE}"
+UNSEEDED_HINT = "Runs are not reproducible. Draw from ctx.rng(purpose), which depends on the seed"
+GLOBAL_DRAWS_NOTE = f"server code draws from a global generator of torch, numpy or random. {UNSEEDED_HINT}"
 
 UNSEEDED_DRAWS = 2
 """Number of identical calls for testing a user-defined sampler. Unseeded cohorts may still be equal by chance."""
 
 
-def notes_of(
+def collect_notes(
     setting: Setting, oracle: Network, server: Fields, ctx: Ctx, fewest: int | None, attackers: Tensor
 ) -> list[str]:
     """Collect notes about a run before its first round.
@@ -75,7 +75,7 @@ def _note_unseeded_sampler(sampler: Sampler, ctx: Ctx) -> list[str]:
         return []
     return [
         f"sampler {type(sampler).__name__} draws different clients in two identical calls, for example because it uses "
-        f"its own generator. {UNSEEDED_CURE}"
+        f"its own generator. {UNSEEDED_HINT}"
     ]
 
 
@@ -86,11 +86,11 @@ def _note_idle_attack(setting: Setting, attackers: Tensor, n: int) -> list[str]:
         return notes
     if not len(attackers):
         few = f"a fraction of {attack.fraction:g} of {n} clients is less than one client. Set it to {1 / n:.2g} or more"
-        notes.append(f"attack {kind_of(attack)!r} has no effect, because {few}")
+        notes.append(f"attack {get_kind(attack)!r} has no effect, because {few}")
     elif len(attackers) == n:
-        notes.append(f"attack {kind_of(attack)!r} includes all {n} clients, so there is no benign client to evaluate")
+        notes.append(f"attack {get_kind(attack)!r} includes all {n} clients, so there is no benign client to evaluate")
     if isinstance(attack, Forgery) and not upload_fields(type(setting.method)):
-        notes.append(f"attack {kind_of(attack)!r} has no effect with {name}, which does not upload anything")
+        notes.append(f"attack {get_kind(attack)!r} has no effect with {name}, which does not upload anything")
     return notes
 
 
@@ -116,7 +116,7 @@ def _note_overstepping(setting: Setting, fewest: int | None, n: int) -> list[str
         return []
     far = "n/m times" if fewest is None else f"up to {n / fewest:.3g} times"
     return [
-        f"aggregator {kind_of(rule)!r} is applied to sums over all clients so far. If clients are absent, "
+        f"aggregator {get_kind(rule)!r} is applied to sums over all clients so far. If clients are absent, "
         f"{type(method).__name__} moves {far} as far as the result of the rule. Set {method.counting_option}"
     ]
 
@@ -143,12 +143,12 @@ def _note_unused_weights(setting: Setting, server: Fields, ctx: Ctx) -> list[str
             reads = f"client_weights = {weights!r}" if unequal and isinstance(weigher, SharesWeigher) else ""
         else:
             reads = f"aggregation_weights {weigher.kind!r}"
-        alike = f"aggregator {kind_of(aggregator)!r} weights all clients equally, so {reads} has no effect"
+        alike = f"aggregator {get_kind(aggregator)!r} weights all clients equally, so {reads} has no effect"
         return [f"{alike} on its result"] if reads else []
     if isinstance(weigher, SharesWeigher) or not unequal:
         return []
     everywhere = "to weight clients equally in every method, set client_weights = 'uniform'"
-    if not any(kind.weighable for kind in kinds):
+    if not any(kind.is_weighable for kind in kinds):
         idle = isinstance(weigher, UniformWeigher) and not setting.sampler.by_samples and kinds
         return (
             [f"aggregation_weights 'uniform' has no effect with {name}, which uses only shares; {everywhere}"]
@@ -189,7 +189,7 @@ def _note_normalization(setting: Setting, oracle: Network, server: Fields) -> li
 def _note_double_softmax(oracle: Network) -> list[str]:
     """Return a note if the model ends with a softmax although the loss already applies a softmax."""
     task = oracle.task
-    if isinstance(task, Chosen):
+    if isinstance(task, ChosenTask):
         if task.objective.loss is not None:
             return []
         task = task.base

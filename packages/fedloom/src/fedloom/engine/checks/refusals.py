@@ -14,14 +14,14 @@ from fedloom.choose import Mixer, Sampler, SamplesWeigher, SharesWeigher, Unifor
 from fedloom.choose.shares import uses_clusters
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
-from fedloom.errors import CodeError, ConfigError, Refused, capitalize, worded
+from fedloom.errors import CodeError, ConfigError, Refused, capitalize, rewrite_keys
 from fedloom.local import Ctx, LocalSGD
 from fedloom.local.rows import Fields
 from fedloom.rows.aggregators import Aggregator, FLTrust, PrivateMean
 from fedloom.rows.channels import Channel
-from fedloom.values import kind_of
+from fedloom.values import get_kind
 
-_WITH_FIX = re.compile(r"(?P<why>.*)(?:; |\. (?=[A-Z]))(?P<fix>.*)", re.DOTALL)
+_FIX_PATTERN = re.compile(r"(?P<why>.*)(?:; |\. (?=[A-Z]))(?P<fix>.*)", re.DOTALL)
 """Pattern of a message that consists of a reason followed by advice."""
 _DOTTED_KEY_PATTERN = re.compile(
     r"(?:\b(?P<table>[a-z]+)\.(?P<key>[a-z_]+)|\bclient_weights)(?: = (?P<value>'[^']*'|[\w.-]+))?"
@@ -39,10 +39,10 @@ def add_rule_to_errors(rule: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         if not error.rule:
-            sentence = _WITH_FIX.fullmatch(str(error))
+            sentence = _FIX_PATTERN.fullmatch(str(error))
             why, cure = (sentence["why"], sentence["fix"]) if sentence else ("", str(error))
             error.rule, error.fix = rule, _DOTTED_KEY_PATTERN.sub(lambda match: f"{{{match[0]}}}", cure)
-            error.args = (f"{why}. {capitalize(worded(error.fix))}" if why else worded(error.fix),)
+            error.args = (f"{why}. {capitalize(rewrite_keys(error.fix))}" if why else rewrite_keys(error.fix),)
         raise
 
 
@@ -105,7 +105,7 @@ def check_together(
             rule="full-gradients",
             fix="set {local.momentum = 0} and {local.optimizer = 'sgd'}, and omit {local.clip}",
         )
-    if not isinstance(weigher, SharesWeigher | UniformWeigher) and not any(k.weighable for k in kinds):
+    if not isinstance(weigher, SharesWeigher | UniformWeigher) and not any(k.is_weighable for k in kinds):
         if not kinds:
             why = "it does not upload anything"
         elif any(k.keeps for k in kinds):
@@ -127,19 +127,19 @@ def check_together(
     if weigher.signed and aggregator is not None and aggregator.weighted and not aggregator.linear:
         raise Refused(
             f"aggregation_weights {weigher.kind!r} without its floor allows negative weights, which aggregator "
-            f"{kind_of(aggregator)!r} does not support",
+            f"{get_kind(aggregator)!r} does not support",
             rule="signed-weights-in-a-rule",
             fix="omit {aggregation_weights} or {aggregator}",
         )
     for what, table, value in (("aggregator", "aggregator", aggregator), ("channel", "upload_transform", channel)):
         if value is not None and not kinds:
             raise Refused(
-                f"{table} {kind_of(value)!r} has no effect with {name}, which does not upload anything",
+                f"{table} {get_kind(value)!r} has no effect with {name}, which does not upload anything",
                 rule=f"{what}-without-upload",
                 fix=f"omit {{{table}}}",
             )
     if aggregator is not None and not aggregator.linear:
-        rule = f"aggregator {kind_of(aggregator)!r}"
+        rule = f"aggregator {get_kind(aggregator)!r}"
         if isinstance(aggregator, PrivateMean) and any(k.accumulates for k in kinds):
             raise Refused(
                 f"{rule} cannot be used with {name}: its server accumulates uploads over rounds, including the noise "
@@ -162,7 +162,7 @@ def check_together(
             )
     if channel is not None and algorithm.needs_exact:
         raise Refused(
-            f"upload_transform {kind_of(channel)!r} cannot be used with {name}: {algorithm.needs_exact}",
+            f"upload_transform {get_kind(channel)!r} cannot be used with {name}: {algorithm.needs_exact}",
             rule="channel-on-exact-sums",
             fix="omit {upload_transform}",
         )
@@ -277,7 +277,7 @@ def check_attack(setting: Setting) -> None:
         and not (setting.aggregation_weights.describes or uses_clusters(setting.client_weights))
     ):
         raise Refused(
-            f"attack {kind_of(attack)!r} has nothing to forge: only client_weights = 'clusters' and "
+            f"attack {get_kind(attack)!r} has nothing to forge: only client_weights = 'clusters' and "
             "aggregation_weights 'equitable' describe clients by activations",
             rule="attack-without-target",
             fix="set {client_weights = 'clusters'}, or omit {attack}",

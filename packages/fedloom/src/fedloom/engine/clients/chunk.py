@@ -12,7 +12,7 @@ from fedloom.algorithms._messages import base_of
 from fedloom.choose.shares import describing_activations
 from fedloom.engine.clients.uploads import chunk_contributions
 from fedloom.engine.job import Job
-from fedloom.errors import ClientError, FedloomError, Refused, attribute_error, cause_of
+from fedloom.errors import ClientError, FedloomError, Refused, attribute_error, describe_cause
 from fedloom.local import Nothing, Work
 from fedloom.local.rows import Fields, rebuild_rows, rows_of, select_rows, to_device
 from fedloom.processes.clients import Answers, AskTask, ChunkResult, TrainTask
@@ -131,12 +131,12 @@ def run_clients(job: Job, down: Fields, task: TrainTask) -> ClientOutput:
     Raises:
         ClientError: the method's code failed.
     """
-    inputs = inputs_of(job, down, task)
+    inputs = get_chunk_inputs(job, down, task)
     upload, rows = run_client_step(job, inputs, inputs.work)
     return make_client_output(job, inputs, upload, rows)
 
 
-def inputs_of(job: Job, down: Fields, task: TrainTask) -> ChunkInputs:
+def get_chunk_inputs(job: Job, down: Fields, task: TrainTask) -> ChunkInputs:
     """Return the inputs of a chunk's clients."""
     rows = to_device(job.clients.read(task.ids), job.oracle.device)
     return ChunkInputs(down, rows, job.work(task.round, task.ids, trains=True, steps=task.steps))
@@ -154,7 +154,7 @@ def run_client_step(job: Job, inputs: ChunkInputs, work: Work) -> tuple[Fields, 
     except FedloomError:
         raise
     except Exception as error:
-        raise ClientError("client step", work.round, work.ids.tolist(), cause_of(error)) from error
+        raise ClientError("client step", work.round, work.ids.tolist(), describe_cause(error)) from error
     if fault:
         raise ClientError("client step", work.round, work.ids.tolist(), fault)
     return returned

@@ -12,7 +12,7 @@ from fedloom.engine.clients.chunk import (
     ClientOutput,
     accept_uploads,
     decode_local_models,
-    inputs_of,
+    get_chunk_inputs,
     make_client_output,
     run_client_step,
 )
@@ -44,7 +44,7 @@ def forge_models(job: Job, down: Fields, task: TrainTask, honest: Tensor | None,
         m: number of clients in the cohort, including attackers.
     """
     assert isinstance(job.setting.attack, Forgery)
-    inputs = inputs_of(job, to_device(rows_of(down, task.place), job.oracle.device), task)
+    inputs = get_chunk_inputs(job, to_device(rows_of(down, task.place), job.oracle.device), task)
     idle = run_client_step(job, inputs, inputs.work.idle())
     trained = idle[0]
     if job.setting.attack.reads_own:

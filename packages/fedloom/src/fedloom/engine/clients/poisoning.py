@@ -72,7 +72,7 @@ def add_triggers(fed: Federation, attack: Backdoor) -> Federation:
         ends = torch.bincount(owner, minlength=fed.n).cumsum(0)
         places = torch.arange(first, first + len(index), device=index.device)
         parts[name] = Split(places, torch.cat([ends.new_zeros(1), ends]))
-        data = data.extended(index, _stamp_triggers(fed, attack, index, owner), torch.full_like(index, label))
+        data = data.append_samples(index, _stamp_triggers(fed, attack, index, owner), torch.full_like(index, label))
         copied.append(index)
     return replace(fed, data=data, parts=parts, noise=None if fed.noise is None else fed.noise[torch.cat(copied)])
 

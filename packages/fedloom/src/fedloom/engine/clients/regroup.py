@@ -19,7 +19,7 @@ from fedloom.local import Ctx
 from fedloom.local.rows import Fields
 from fedloom.processes.clients import Answers, AskRequest, Clients
 from fedloom.schedule import Synchronous
-from fedloom.values import kind_of
+from fedloom.values import get_kind
 
 
 def recluster_if_due(job: Job, clients: Clients, state: State) -> tuple[Job, State]:
@@ -106,7 +106,7 @@ def check_shares(setting: Setting, server: Fields, ctx: Ctx) -> None:
         if any(not kind.base.startswith("rows.") for kind in adds.values()):
             raise Refused(
                 f"{what} changes the clients' shares in the server's sum over all rounds, but with "
-                f"aggregator {kind_of(aggregator)!r} the server of {name} sums the results of this rule, which does "
+                f"aggregator {get_kind(aggregator)!r} the server of {name} sums the results of this rule, which does "
                 f"not use client shares",
                 rule="clusters-under-a-rule",
                 fix=cure,

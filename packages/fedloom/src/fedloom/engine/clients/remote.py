@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedloom.algorithms._messages import base_of
 from fedloom.engine.clients.chunk import ClientOutput, accept_uploads, question_counts
-from fedloom.engine.clients.scores import sizes_of
+from fedloom.engine.clients.scores import measure_sizes
 from fedloom.engine.job import Job
 from fedloom.errors import ConfigError, RunStopped, Stop
 from fedloom.local.rows import Fields, rows_of
@@ -127,7 +127,7 @@ class RemoteClients(ABC):
         """Return the sizes of a composite method's global model, which the server computes itself."""
         if request.model is None:
             return {}
-        return {("global", ""): sizes_of(self._job.algorithm, self._job.oracle.layout, request.model[None])}
+        return {("global", ""): measure_sizes(self._job.algorithm, self._job.oracle.layout, request.model[None])}
 
     def _check_count(self, round: int, outputs: Mapping[int, ClientOutput]) -> None:
         job = self._job

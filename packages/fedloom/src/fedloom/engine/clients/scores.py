@@ -12,7 +12,7 @@ from fedloom.data.federation import Federation
 from fedloom.engine.clients.poisoning import TRIGGERED_PARTS
 from fedloom.engine.job import Job
 from fedloom.engine.state import State
-from fedloom.errors import ClientError, FedloomError, FunctionError, attribute_error, cause_of
+from fedloom.errors import ClientError, FedloomError, FunctionError, attribute_error, describe_cause
 from fedloom.local.oracles import Network
 from fedloom.local.rows import Fields, rows_of, to_device
 from fedloom.metrics import METRICS, leading
@@ -79,13 +79,13 @@ def _score_models(job: Job, down: Fields | None, global_model: Tensor | None, ta
             if _uses_own_statistics(job):
                 job.oracle.set_statistics(row, task.cohort)
             scores["global", "common"] = _score_common(job, row)
-            scores["global", ""] = sizes_of(job.algorithm, job.oracle.layout, row[None])
+            scores["global", ""] = measure_sizes(job.algorithm, job.oracle.layout, row[None])
     if job.has_personal:
         assert down is not None
         models, cost = _personal_models(job, down, task.round, task.ids)
         scores[WORK_KEY] = dict(zip(CLIENT_COUNTS[:2], cost.double().T.contiguous(), strict=True))
         scores |= _score_parts(job, "personal", models, task)
-        scores["personal", ""] = sizes_of(job.algorithm, job.oracle.layout, models)
+        scores["personal", ""] = measure_sizes(job.algorithm, job.oracle.layout, models)
         if job.setting.evaluate.personal_on_common:
             common = [_score_common(job, row) for row in models]
             scores["personal", "common"] = {name: torch.cat([f[name] for f in common]) for name in common[0]}
@@ -135,7 +135,7 @@ def _compute_personal_models(job: Job, down: Fields, round: int, ids: Tensor, *,
     except FedloomError:
         raise
     except Exception as error:
-        raise ClientError("personal model", round, ids.tolist(), cause_of(error)) from error
+        raise ClientError("personal model", round, ids.tolist(), describe_cause(error)) from error
     return models, torch.stack([work.counts.backward, work.counts.forward], 1)
 
 
@@ -202,7 +202,7 @@ def _score_parts(job: Job, kind: str, models: Tensor, task: ScoreTask) -> Scores
 def final_outputs(job: Job, state: State, kind: str) -> Pass:
     """Compute the outputs of "global" or "personal" models on the evaluated clients' test sets.
 
-    These are the same outputs that `fedloom.engine.scoring.scores_of` evaluates.
+    These are the same outputs that `fedloom.engine.scoring.score_models` evaluates.
     """
     if kind == "personal":
         t = max(state.round, 1)
@@ -245,7 +245,7 @@ def _evaluate_outputs(oracle: Network, row: Tensor, index: Tensor) -> Iterator[T
         yield from oracle.outputs(row, index)
 
 
-def sizes_of(algorithm: Algorithm, layout: Layout, rows: Tensor) -> dict[str, Tensor]:
+def measure_sizes(algorithm: Algorithm, layout: Layout, rows: Tensor) -> dict[str, Tensor]:
     """Return size measures of a composite method's models ``rows [m, d]``, each as float64 ``[m]``.
 
     For other methods, the result is empty.

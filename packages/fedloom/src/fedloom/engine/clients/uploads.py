@@ -146,9 +146,9 @@ def _allocate_vector(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.from_numpy(np.empty(like.shape, np.float32 if dtype == torch.float32 else np.float64))
 
 
-def fields_of(job: Job, sums: Mapping[str, Tensor] | None = None) -> dict[str, RowsField]:
+def make_upload_fields(job: Job, sums: Mapping[str, Tensor] | None = None) -> dict[str, RowsField]:
     """Return an object for each upload field, to which no upload has been added yet."""
-    mean = GatheredMean if job.gathers else MeanField
+    mean = GatheredMean if job.gathers_rows else MeanField
     kinds = {algorithms.Mean: mean, algorithms.Kept: KeptField, algorithms.Rows: RowsField}
     return {name: kinds[type(kind)](name, kind, (sums or {}).get(name)) for name, kind in job.fields.items()}
 
@@ -156,19 +156,19 @@ def fields_of(job: Job, sums: Mapping[str, Tensor] | None = None) -> dict[str, R
 def chunk_contributions(job: Job, up: Fields, ids: Tensor, share: Tensor) -> dict[str, Tensor]:
     """Return the contributions of a chunk's accepted uploads, keyed by field."""
     kept, mass = job.kept.read(ids), job.masses[ids]
-    return {name: field.partial(up, kept, share, mass) for name, field in fields_of(job).items()}
+    return {name: field.partial(up, kept, share, mass) for name, field in make_upload_fields(job).items()}
 
 
 def first_sums(job: Job) -> dict[str, Tensor]:
     """Return sums of the rows that the server stores for all clients before the first round."""
-    kept = (field for field in fields_of(job).values() if isinstance(field, KeptField))
+    kept = (field for field in make_upload_fields(job).values() if isinstance(field, KeptField))
     count = float(job.masses.sum())
     return {field.name: count * field.weighted(job.kept.template).double() for field in kept}
 
 
 def server_sums(job: Job) -> dict[str, Tensor]:
     """Return weighted sums of the rows that the server currently stores for all clients."""
-    fields = [field for field in fields_of(job).values() if isinstance(field, KeptField)]
+    fields = [field for field in make_upload_fields(job).values() if isinstance(field, KeptField)]
     sums = {field.name: torch.zeros_like(first) for field, first in zip(fields, first_sums(job).values(), strict=True)}
     for ids in job.everyone.split(job.chunk) if fields else ():
         kept = job.kept.read(ids)
@@ -205,7 +205,7 @@ class Uploads:
     """
 
     def __init__(self, job: Job, sums: Mapping[str, Tensor]) -> None:
-        self.job, self._fields = job, fields_of(job, sums)
+        self.job, self._fields = job, make_upload_fields(job, sums)
         self.ids: list[Tensor] = []
         self.dropped: list[int] = []
         self.counts = torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
@@ -259,17 +259,17 @@ class Uploads:
         """
         job, combined = self.job, dict[str, Tensor]()
         if job.setting.aggregation_weights.probes:
-            weights, weigher = weights_of(job, weigher, self.answers("weigher"), ctx)
+            weights, weigher = compute_weights(job, weigher, self.answers("weigher"), ctx)
             self.shares = self.shares * weights
         if job.robust and not job.algorithm.mixes:
-            combined, aggregator = self._robust(ctx, aggregator)
+            combined, aggregator = self._apply_robust_rule(ctx, aggregator)
         values = []
         for name, field in self._fields.items():
             value = combined[name] if name in combined else field.finish(self)
             values.append(value.to(job.oracle.device, job.oracle.dtype) if field.kind.averaged else value)
         return job.upload(*values), weigher, aggregator
 
-    def _robust(self, ctx: Ctx, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _apply_robust_rule(self, ctx: Ctx, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Apply a robust rule to the cohort's rows, or to all rows that the server stores.
 
         Return its results by field, and its new state.
@@ -286,7 +286,7 @@ class Uploads:
             kind = job.fields[primary]
             weight = kind.weight if kind.keeps else None
             weights = job.masses[ids] if weight is None else rows[weight]
-            return self._combined(ctx, state, rows, weights, ids)
+            return self._combine_rows(ctx, state, rows, weights, ids)
         summed = job.summed_fields
         rows = {
             name: torch.cat(field.parts)
@@ -294,19 +294,19 @@ class Uploads:
             if field.kind.averaged and name not in summed
         }
         moved = {name: value for name, value in state.items() if not name.startswith(SUM_PREFIX)}
-        combined, moved = self._combined(ctx, moved, rows, self.shares, ctx.ids) if rows else ({}, moved)
+        combined, moved = self._combine_rows(ctx, moved, rows, self.shares, ctx.ids) if rows else ({}, moved)
         if not summed:
             return combined, moved
         job.locations.replicate(torch.arange(job.n))
         ids = job.summed.occupied.nonzero()[:, 0]
         sums = {name.removeprefix(SUM_PREFIX): value for name, value in state.items() if name.startswith(SUM_PREFIX)}
         before = {name: sums.pop(LAST_VALUE_PREFIX + name, getattr(job.summed.template, name)) for name in summed}
-        value, sums = self._combined(ctx, sums, job.summed.read(ids)._asdict(), job.masses[ids], ids)
+        value, sums = self._combine_rows(ctx, sums, job.summed.read(ids)._asdict(), job.masses[ids], ids)
         combined |= {name: (value[name] - before[name]) / ctx.part for name in summed}
         sums |= {LAST_VALUE_PREFIX + name: value[name] for name in summed}
         return combined, moved | {SUM_PREFIX + name: value for name, value in sums.items()}
 
-    def _combined(
+    def _combine_rows(
         self, ctx: Ctx, state: dict[str, Tensor], rows: dict[str, Tensor], weights: Tensor, ids: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Combine some clients' rows with the aggregator. Return the results and the aggregator's new state.
@@ -328,7 +328,7 @@ class Uploads:
         return combined, aggregator
 
 
-def weights_of(job: Job, weigher: Fields, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Fields]:
+def compute_weights(job: Job, weigher: Fields, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Fields]:
     """Return a cohort's aggregation weights ``[m, 1]`` and the weigher's new state."""
     with attribute_error("weigher", job.setting.aggregation_weights, f"round {ctx.round}"):
         weights, weigher = job.setting.aggregation_weights.apply(weigher, info, ctx)

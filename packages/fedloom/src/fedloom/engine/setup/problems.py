@@ -15,7 +15,7 @@ from fedloom.engine.setup.participants import Participants
 from fedloom.errors import Refused
 from fedloom.local import Ctx
 from fedloom.local.oracles import Network, make_oracle
-from fedloom.tasks import task_of
+from fedloom.tasks import make_task
 
 
 class LocalProblems(NamedTuple):
@@ -78,7 +78,7 @@ def _build_oracle(setting: Setting, fed: Federation) -> Network:
     Raises:
         ConfigError: the model, the task or the gradient engine is not suitable for the data.
     """
-    engine, augment, task = setting.engine, setting.augment, task_of(fed.data, setting.task)
+    engine, augment, task = setting.engine, setting.augment, make_task(fed.data, setting.task)
     task_keys = [key for key, value in setting.task if value is not None]
     for construction in setting.model.constructions:
         construction.check_task(fed.data.classed, fed.data.each, task_keys)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm
-from fedloom.engine.checks.notes import GLOBAL_DRAWS_NOTE, notes_of
+from fedloom.engine.checks.notes import GLOBAL_DRAWS_NOTE, collect_notes
 from fedloom.engine.checks.refusals import (
     add_rule_to_errors,
     check_initial_states,
@@ -29,7 +29,7 @@ from fedloom.engine.setup.problems import LocalProblems
 from fedloom.engine.workers import note_idle_workers
 from fedloom.errors import Refused, attribute_error
 from fedloom.local import Ctx, Nothing, Work
-from fedloom.local.optimizer import OptimizerStates, slots_of
+from fedloom.local.optimizer import OptimizerStates, find_slots
 from fedloom.local.oracles import Network
 from fedloom.local.rows import Fields
 from fedloom.rows.channels import Channel
@@ -81,7 +81,7 @@ def start_method(participants: Participants, problems: LocalProblems, replay: Re
         with attribute_error("method", method, "down"):
             check_mixed_width(method, method.down(server, None, ctx), oracle.layout.d)
     with add_rule_to_errors(f"method-{type(method).__name__.lower()}"):
-        method_notes = notes_of(setting, oracle, server, ctx, fewest, participants.attackers)
+        method_notes = collect_notes(setting, oracle, server, ctx, fewest, participants.attackers)
     tested = check_tested(setting, participants.eval_fed)
     notes = [*participants.notes, *tested, *draws, *method_notes, *note_idle_workers(setting.engine)]
     if setting.aggregator is not None and fewest is not None:
@@ -174,7 +174,7 @@ def _find_optimizer_states(method: Algorithm, start: Start, oracle: Network, ctx
     if local.optimizer == "sgd":
         return None
     like = oracle.layout.vector(oracle.module)
-    memory = OptimizerStates(like.new_zeros(1, 0), slots_of(local, oracle.layout, like))
+    memory = OptimizerStates(like.new_zeros(1, 0), find_slots(local, oracle.layout, like))
     work = Work(oracle, ctx.ids[:1], ctx.weight[:1].to(like), local, steps=1, memory=memory)
     with attribute_error("method", method, "a first step"):
         first_upload(method, start, ctx, work)

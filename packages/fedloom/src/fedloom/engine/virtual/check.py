@@ -7,7 +7,7 @@ from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, Refused
 from fedloom.rows.attacks import Forgery
 from fedloom.schedule import Deadline, OverSelection, Stream, Synchronous
-from fedloom.values import kind_of
+from fedloom.values import get_kind
 
 
 def check_schedule(setting: Setting, n: int) -> None:
@@ -83,7 +83,7 @@ def check_stream(setting: Setting, n: int | None) -> None:
         )
     if isinstance(setting.attack, Forgery) and setting.attack.sees_honest:
         raise Refused(
-            f"{what} has no rounds, so attack {kind_of(setting.attack)!r} cannot read a round's honest uploads",
+            f"{what} has no rounds, so attack {get_kind(setting.attack)!r} cannot read a round's honest uploads",
             rule="stream-attack-on-a-round",
             fix="omit {attack} or {schedule}",
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedloom.algorithms._messages import download_type
 from fedloom.engine.clients.chunk import ClientOutput, ClientState, ComputedChunk
 from fedloom.engine.job import Job
-from fedloom.local.rows import group_of, name_tensors
+from fedloom.local.rows import name_tensors, select_group
 from fedloom.schedule import Fleet
 
 Rows = NDArray[np.float64]
@@ -108,7 +108,7 @@ def combine_pieces(job: Job, pieces: Sequence[FlightPiece]) -> ComputedChunk:
 
     A single piece is not copied.
     """
-    columns = [_rows_of(flight, places, spread=len(pieces) > 1) for flight, places in pieces]
+    columns = [_select_tensors(flight, places, spread=len(pieces) > 1) for flight, places in pieces]
     device, fields = job.oracle.device, dict[str, Tensor]()
     for name in columns[0]:
         home = "cpu" if name in ("counts", "work") else device
@@ -116,7 +116,7 @@ def combine_pieces(job: Job, pieces: Sequence[FlightPiece]) -> ComputedChunk:
         fields[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def group(name: str, kind: Any) -> Any:
-        return kind(**group_of(fields, name))
+        return kind(**select_group(fields, name))
 
     has_optimizer = any(name.startswith("optimizer.") for name in fields)
     state = ClientState(
@@ -129,7 +129,7 @@ def combine_pieces(job: Job, pieces: Sequence[FlightPiece]) -> ComputedChunk:
     return ComputedChunk(group("received", download_type(type(job.algorithm))), output, fields["counts"])
 
 
-def _rows_of(flight: Flight, places: Ids, *, spread: bool) -> dict[str, Tensor]:
+def _select_tensors(flight: Flight, places: Ids, *, spread: bool) -> dict[str, Tensor]:
     """Return the tensors of some of a flight's clients.
 
     If ``spread`` is True, a download that all clients share is repeated for each client.
@@ -226,8 +226,8 @@ class Clock:
         """Read a clock from the tensors returned by `tensors`."""
         flights, back = dict[int, Flight](), dict[int, tuple[int, ...]]()
         for number in sorted({int(name.partition(".")[0]) for name in tensors if name[0].isdigit()}):
-            fields = group_of(tensors, f"{number}.fields")
-            for name, first in group_of(tensors, f"{number}.alike").items():
+            fields = select_group(tensors, f"{number}.fields")
+            for name, first in select_group(tensors, f"{number}.alike").items():
                 fields[name] = flights[int(first)].fields[name]
             version, ids, times, places, landed_places = (
                 tensors[f"{number}.{name}"] for name in ("version", "ids", "times", "places", "back")

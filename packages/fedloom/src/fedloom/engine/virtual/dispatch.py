@@ -12,7 +12,7 @@ from torch import Tensor
 from fedloom.algorithms import Algorithm
 from fedloom.engine.clients.chunk import accept_uploads, count_chunk_output
 from fedloom.engine.clients.forging import forge_models
-from fedloom.engine.clients.uploads import Uploads, weights_of
+from fedloom.engine.clients.uploads import Uploads, compute_weights
 from fedloom.engine.job import Job
 from fedloom.engine.round import sort_by_samples, update_server
 from fedloom.engine.state import State
@@ -95,7 +95,7 @@ def step_server(
     times = np.concatenate([flight.times[places] for flight, places in pieces])
     shares = torch.from_numpy(times.astype(np.float64))[:, None]
     if not job.setting.aggregation_weights.probes:
-        shares = shares * weights_of(job, state.weigher, None, job.ctx(t, cohort))[0]
+        shares = shares * compute_weights(job, state.weigher, None, job.ctx(t, cohort))[0]
     for store in job.stores.values():
         store.touch(cohort)
     uploads, begin = Uploads(job, state.sums), 0

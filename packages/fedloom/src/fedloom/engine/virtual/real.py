@@ -22,7 +22,7 @@ from fedloom.engine.state import State
 from fedloom.engine.virtual.clock import Event, Flight, flatten_results
 from fedloom.engine.virtual.stream import MAX_VERSION_DRAWS, Version
 from fedloom.errors import RunStopped, Stop
-from fedloom.local.rows import Fields, group_of, name_tensors, rows_of
+from fedloom.local.rows import Fields, name_tensors, rows_of, select_group
 from fedloom.schedule import Stream
 
 END_INDEX: Final = 0
@@ -53,7 +53,7 @@ class RealVersion(Version):
         ids, times = ids[order], times[order]
         down = job.down(state.server, state.round + 1, ids)
         for place in range(len(ids)):
-            one, number = slice(place, place + 1), self._serial_of_flight()
+            one, number = slice(place, place + 1), self._next_flight_serial()
             received = rows_of(down, one)
             self._flights[number] = Flight.create(
                 state.round, ids[one], times[one], name_tensors({"received": received})
@@ -75,7 +75,7 @@ class RealVersion(Version):
         insort(self._queue, (end, serial, client, number, place, self._clients.seconds(), 0.0, False), lo=self._next)
 
     def _read_downloads(self, flight: Flight) -> Fields:
-        received: Fields = download_type(type(self._job.algorithm))(**group_of(flight.fields, "received"))
+        received: Fields = download_type(type(self._job.algorithm))(**select_group(flight.fields, "received"))
         return received
 
     def _wait(self) -> None:

@@ -183,7 +183,7 @@ class Version(ABC):
     def _compute(self, ids: Tensor, times: Tensor) -> None:
         """Prepare clients ``ids [m]`` (ascending, each drawn ``times [m]`` times) for dispatch before the next step."""
 
-    def _serial_of_flight(self) -> int:
+    def _next_flight_serial(self) -> int:
         return next(reversed(self._flights), -1) + 1
 
     @abstractmethod
@@ -258,7 +258,7 @@ class VirtualVersion(Version):
 
     def _compute(self, ids: Tensor, times: Tensor) -> None:
         for flight in compute_results(self._job, self._clients, self._state, ids, times):
-            number = self._serial_of_flight()
+            number = self._next_flight_serial()
             self._flights[number] = flight
             busy = self._fleet.busy(flight.ids, flight.fields["counts"].numpy())
             for place, (client, work) in enumerate(zip(flight.ids.tolist(), busy.tolist(), strict=True)):

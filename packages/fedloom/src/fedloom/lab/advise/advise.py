@@ -12,19 +12,19 @@ from typing import Any, Unpack
 
 from fedloom.data.dataset import default_to_cpu
 from fedloom.engine.setting import Choices, GivenModel
-from fedloom.errors import ConfigError, RunDirError, entered, report_exit
+from fedloom.errors import ConfigError, RunDirError, adapt_wording, report_exit
 from fedloom.lab.advise.answer import Advice
 from fedloom.lab.advise.race import AVERAGE_METHOD, DEFAULT_BUDGET_RUNS
 from fedloom.lab.comparison.given import GivenExperiment
 from fedloom.lab.experiment.units.executors import Executor
 from fedloom.lab.progress import print_remark
 from fedloom.lab.report.comparison.pairs import check_margin
-from fedloom.rundir import place_of
+from fedloom.rundir import as_path
 from fedloom.values import check_type
 
 
 @default_to_cpu()
-@entered("python")
+@adapt_wording("python")
 @report_exit()
 def advise(
     data: object,
@@ -82,7 +82,7 @@ def advise(
     check_type("advise: tune", tune, Mapping, type(None))
     if join and folder is None:
         raise ConfigError("advise: `join` needs a shared folder. Name a folder that all processes can use")
-    place = None if folder is None else place_of(folder, "advise: folder")
+    place = None if folder is None else as_path(folder, "advise: folder")
     if "seeds" in choices:
         raise ConfigError(
             "advise: a race chooses the seeds of its runs itself. Pass `seed`, the seed of the split "

@@ -15,8 +15,8 @@ import tomli_w
 from fedloom.data.groups import keep_group_columns
 from fedloom.engine.setting import Engine, Setting
 from fedloom.engine.state import State
-from fedloom.errors import CodeError, ConfigError, Refused, RunDirError, RunStopped, Stop, entered
-from fedloom.formats import significant, write_total
+from fedloom.errors import CodeError, ConfigError, Refused, RunDirError, RunStopped, Stop, adapt_wording
+from fedloom.formats import format_significant, write_total
 from fedloom.lab.advise.answer import ANSWER_FILES, Advice, form_advice, write_answer
 from fedloom.lab.advise.elsewhere import compute_lap, pack_lap
 from fedloom.lab.advise.laps import (
@@ -34,7 +34,7 @@ from fedloom.lab.advise.race import (
     AVERAGE_METHOD,
     DEFAULT_BUDGET_RUNS,
     EARLY_DEPTH,
-    MOST_SEEDS,
+    MAX_RACE_SEEDS,
     LapShares,
     choose_counts,
     find_budget,
@@ -48,7 +48,7 @@ from fedloom.lab.experiment.units.executors import Executor, check_executor, com
 from fedloom.lab.experiment.units.joined import JoinedWork, WorkUnit
 from fedloom.lab.experiment.units.shares import decide_share
 from fedloom.lab.experiment.units.travel import PackedExperiment, pack_experiment
-from fedloom.lab.tune.search import Read
+from fedloom.lab.tune.search import ReadExperiment
 from fedloom.lab.tune.work import MAX_BUDGET_RATIO, MIN_BUDGET_RATIO, RoundPlan, plain_budget
 from fedloom.outputs import check_output_folder
 from fedloom.processes.distributed import check_alone
@@ -126,10 +126,10 @@ class Advisor:
         DataError: the data cannot be read.
     """
 
-    @entered("file")
+    @adapt_wording("file")
     def __init__(
         self, document: Mapping[str, Any], where: str, out: Path, data_dir: Path | None = None, *,
-        budget: float = DEFAULT_BUDGET_RUNS, margin: float | None = None, read: Read = parse,
+        budget: float = DEFAULT_BUDGET_RUNS, margin: float | None = None, read: ReadExperiment = parse,
         methods: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         check_alone("a race")
@@ -145,8 +145,8 @@ class Advisor:
                 f"{where}: a race compares methods on validation data, but the clients have no "
                 "validation data. Set [partition] validation, for example 0.1"
             )
-        self.seeds = tuple(range(seed, seed + MOST_SEEDS))
-        self._federations = dict(zip(self.seeds, cut_validation(whole, MOST_SEEDS), strict=True))
+        self.seeds = tuple(range(seed, seed + MAX_RACE_SEEDS))
+        self._federations = dict(zip(self.seeds, cut_validation(whole, MAX_RACE_SEEDS), strict=True))
         self.fed = self._federations[seed]
         self._entries.check(whole, self.fed, seed)
         self.metric, self._higher = self._entries.metric(self.fed, seed)
@@ -171,7 +171,7 @@ class Advisor:
         work = self._budget.samples
         return (
             f"{len(self._entries.labels)} methods ({', '.join(self._entries.labels)}), {self._count} settings each; "
-            f"about {write_total(self._runs * work)} gradients ({significant(self._runs)} runs of FedAvg)"
+            f"about {write_total(self._runs * work)} gradients ({format_significant(self._runs)} runs of FedAvg)"
         )
 
     def run(
@@ -223,7 +223,7 @@ class Advisor:
         Each method's number of rounds is planned from its first setting. If a round of another setting costs much more
         or less, the first lap of that setting is repeated with an adjusted number of rounds.
         """
-        results = train([self._work_of(lap) for lap in laps])
+        results = train([self._make_work(lap) for lap in laps])
         firsts = {lap.arm.label: result for lap, result in zip(laps, results, strict=True) if lap.arm.number == 0}
         again = list[int]()
         for k, (lap, result) in enumerate(zip(laps, results, strict=True)):
@@ -236,12 +236,12 @@ class Advisor:
                 self._planned += result.trained
                 self._newest.pop(_lap_key(lap))
                 again.append(k)
-        repeated = train([self._work_of(laps[k]) for k in again]) if again else []
+        repeated = train([self._make_work(laps[k]) for k in again]) if again else []
         for k, result in zip(again, repeated, strict=True):
             results[k] = result
         return results
 
-    def _work_of(self, lap: Lap) -> LapWork:
+    def _make_work(self, lap: Lap) -> LapWork:
         whole = self._plan(lap.arm)
         setting = lap_setting(self._entries.experiment(lap.arm).methods[0].setting, lap.seed, whole)
         end = last_round(lap.depth, whole)
@@ -269,7 +269,7 @@ class Advisor:
             experiment, {self.seeds[0]: self.fed}, [methods.index(work.lap.arm.label) for work in missing] or [0]
         )
         session.work([work.unit for work in works], do, share)
-        return self._results_of(works)
+        return self._compute_results(works)
 
     def _train_on_executor(
         self, executor: Executor, luggage: PackedExperiment, session: JoinedWork, works: Sequence[LapWork]
@@ -294,9 +294,9 @@ class Advisor:
             raise RunStopped(
                 Stop.INTERRUPTED, f"finished laps are kept in {self.out}. Run the same command again to resume the race"
             )
-        return self._results_of(works)
+        return self._compute_results(works)
 
-    def _results_of(self, works: Sequence[LapWork]) -> list[LapResult]:
+    def _compute_results(self, works: Sequence[LapWork]) -> list[LapResult]:
         self._newest.update((_lap_key(work.lap), work.end) for work in works)
         return [read_lap(work.unit.target) for work in works]
 
@@ -359,9 +359,9 @@ class Advisor:
             )
         if budget > self._runs or (joins and budget != self._runs):
             raise RunDirError(
-                f"{self.out} contains a race with a budget of {significant(budget, 6)} runs, got "
-                f"{significant(self._runs, 6)}. Use a budget of "
-                f"{significant(budget, 6)}{'' if joins else ' or more'}, or choose another --out"
+                f"{self.out} contains a race with a budget of {format_significant(budget, 6)} runs, got "
+                f"{format_significant(self._runs, 6)}. Use a budget of "
+                f"{format_significant(budget, 6)}{'' if joins else ' or more'}, or choose another --out"
             )
 
     def _begin(self) -> None:
@@ -389,7 +389,7 @@ class Advisor:
         labels = list(dict.fromkeys([advice.method, *advice.references]))
         rounds = {label: self._plan(advice.arms[label]) for label in labels}
         head = self._entries.base.head
-        seeds = list(head.seeds) if len(head.seeds) >= MOST_SEEDS else list(range(head.seeds[0], head.seeds[0] + 5))
+        seeds = list(head.seeds) if len(head.seeds) >= MAX_RACE_SEEDS else list(range(head.seeds[0], head.seeds[0] + 5))
         document = self._entries.document(rounds, advice.arms, seeds=seeds)
         content = document if self._read is parse else self._read(document, "advised.toml").settings()
         self._read(document, "advised.toml")  # check that the file can be read again

@@ -13,15 +13,24 @@ import numpy as np
 
 from fedloom.data.federation import Federation
 from fedloom.errors import RunStopped, Stop
-from fedloom.formats import duration, finite, options, pair, percent, shorten_list, significant, write_total
+from fedloom.formats import (
+    finite_or_none,
+    format_duration,
+    format_options,
+    format_pair,
+    format_percent,
+    format_significant,
+    shorten_list,
+    write_total,
+)
 from fedloom.lab.advise.laps import DECIDING_PART, ESTIMATING_PART, Arm
 from fedloom.lab.advise.looks import INTERVAL_LEVEL, RACE_ERROR_LEVEL, PairedDifference, shrink_gains
 from fedloom.lab.advise.race import (
     ALONE_METHOD,
     AVERAGE_METHOD,
-    MOST_SEEDS,
+    MAX_RACE_SEEDS,
     RaceOutcome,
-    difference_of,
+    compare_methods,
     difference_table,
 )
 from fedloom.lab.report.csv_files import render_csv
@@ -130,7 +139,7 @@ class Advice(NamedTuple):
 
     def lines(self) -> list[str]:
         """Return the advice as about ten lines of text."""
-        settings = options(self.params)
+        settings = format_options(self.params)
         use = f"{self.method}{f' with {settings}' if settings else ''}"
         head = {
             Verdict.TOGETHER: f"use {use}",
@@ -141,17 +150,17 @@ class Advice(NamedTuple):
         }[self.verdict]
         lines = [f"answer: {head}"]
         for label in self.references:
-            lines.append(f"gain over {label}: {self._gain(label)}")
+            lines.append(f"gain over {label}: {self._gain_text(label)}")
         lines.append(f"still in the race, best first: {', '.join(self.racing)}{self._left_text}")
         lines += [f"not in the race: {label}: {reason}" for label, reason in self.left_out.items()]
         lines += [f"clients: {self._choices}", f"one run: {self._cost}"]
         lines.append(
             f"the race took {self.spent:,} of {self.budget:,} gradients. The probability that the best method was "
-            f"eliminated is at most {percent(RACE_ERROR_LEVEL)}"
+            f"eliminated is at most {format_percent(RACE_ERROR_LEVEL)}"
         )
         lines.append(
-            f"gains: {self._title}, positive if the method is better, {percent(1 - INTERVAL_LEVEL)} intervals, on "
-            f"{self.kept:,} validation samples held out from the race. No test data were read"
+            f"gains: {self._title}, positive if the method is better, {format_percent(1 - INTERVAL_LEVEL)} intervals, "
+            f"on {self.kept:,} validation samples held out from the race. No test data were read"
         )
         return lines
 
@@ -186,11 +195,11 @@ class Advice(NamedTuple):
     def _more_text(self) -> str:
         if self.more is None:
             return (
-                f"the gain is too small, or differs too much among the clients, for {MOST_SEEDS} seeds{self._bound}. "
-                "More validation samples would help"
+                f"the gain is too small, or differs too much among the clients, for {MAX_RACE_SEEDS} "
+                f"seeds{self._bound}. More validation samples would help"
             )
-        budget = significant(self.needed or 0, 4)
-        more = f"about {significant(self.more, 2)} more gradients are needed to decide"
+        budget = format_significant(self.needed or 0, 4)
+        more = f"about {format_significant(self.more, 2)} more gradients are needed to decide"
         return f"{more} (a budget of {budget} runs){self._bound}"
 
     @property
@@ -201,15 +210,15 @@ class Advice(NamedTuple):
         if not (math.isfinite(largest) and largest > 0):
             return ""
         step = 10.0 ** (math.floor(math.log10(largest)) - 1)
-        margin = significant(step * (math.floor(largest / step) + 1), 2)
+        margin = format_significant(step * (math.floor(largest / step) + 1), 2)
         bound = f". The gain over {ALONE_METHOD} is less than {margin}"
         return f"{bound}. If this gain does not matter to you, set margin = {margin}"
 
-    def _gain(self, label: str) -> str:
+    def _gain_text(self, label: str) -> str:
         gap = self.gains[label]
         if gap is None or not math.isfinite(gap.mean):
             return "unknown, because too few validation samples were kept, or because a run failed"
-        return pair(*write_difference(self.metric, gap.mean, gap.half_width()))
+        return format_pair(*write_difference(self.metric, gap.mean, gap.half_width()))
 
     @property
     def _left_text(self) -> str:
@@ -232,10 +241,12 @@ class Advice(NamedTuple):
     @property
     def _cost(self) -> str:
         hours = self.cost["hours"]
-        time = "add [devices] to estimate the time" if hours is None else f"{duration(60 * hours)} on the devices"
+        time = (
+            "add [devices] to estimate the time" if hours is None else f"{format_duration(60 * hours)} on the devices"
+        )
         return (
             f"{write_total(self.cost['rounds'] or 0)} rounds, {write_total(self.cost['gradients'] or 0)} gradients, "
-            f"{significant((self.cost['bytes'] or 0) / 1e6, 3)} MB; {time}"
+            f"{format_significant((self.cost['bytes'] or 0) / 1e6, 3)} MB; {time}"
         )
 
 
@@ -266,7 +277,7 @@ def form_advice(
     shared = [label for label in outcome.racing if label != ALONE_METHOD]
     method = shared[0] if shared else AVERAGE_METHOD  # FedAvg is always trained to the end
     gains = {
-        label: difference_of(outcome.results, method, label, ESTIMATING_PART, sign)
+        label: compare_methods(outcome.results, method, label, ESTIMATING_PART, sign)
         for label in (ALONE_METHOD, AVERAGE_METHOD)
         if label != method
     }
@@ -322,7 +333,7 @@ def decide(outcome: RaceOutcome, gain: PairedDifference | None, margin: float | 
         return Verdict.TOGETHER, None
     if gain.mean + half < (margin or 0.0):
         return Verdict.ALONE, None
-    return Verdict.UNDECIDED, gain.seeds_needed(INTERVAL_LEVEL / 2, MOST_SEEDS)
+    return Verdict.UNDECIDED, gain.seeds_needed(INTERVAL_LEVEL / 2, MAX_RACE_SEEDS)
 
 
 def _advise_clients(outcome: RaceOutcome, fed: Federation, method: str, sign: float) -> tuple[ClientAdvice, ...]:
@@ -370,7 +381,11 @@ def _client_half_width(values: Any) -> float:
 
 
 def _record_gain(gap: PairedDifference | None) -> dict[str, float | None] | None:
-    return None if gap is None else {"mean": finite(gap.mean), "half": finite(gap.half_width()), "clients": gap.clients}
+    return (
+        None
+        if gap is None
+        else {"mean": finite_or_none(gap.mean), "half": finite_or_none(gap.half_width()), "clients": gap.clients}
+    )
 
 
 def _markdown_cell(value: float) -> float | str:

@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from fedloom.data.federation import Federation, Split
-from fedloom.data.groups import subjects_of
+from fedloom.data.groups import get_subjects
 from fedloom.data.subjects.cut import ranks_within
 from fedloom.engine.setting import Evaluate, Setting
 from fedloom.engine.simulate import Progress, simulate
 from fedloom.engine.state import State
 from fedloom.errors import CodeError, PartitionError, Refused, RunStopped, Stop
-from fedloom.formats import finite
+from fedloom.formats import finite_or_none
 from fedloom.processes.clients import CLIENT_COUNTS
 from fedloom.seeds import generator
 from fedloom.storage.checkpoint import Checkpoints
@@ -122,7 +122,7 @@ class _ValidationCut:
     """Rows of the training and validation sets, grouped by subject."""
 
     def __init__(self, fed: Federation) -> None:
-        self._fed, units = fed, subjects_of(fed.data)
+        self._fed, units = fed, get_subjects(fed.data)
         parts = [fed.parts[part].index.cpu().numpy() for part in ("train", DECIDING_PART)]
         owners = [fed.owner(part).cpu().numpy() for part in ("train", DECIDING_PART)]
         self._rows, self._owner = np.concatenate(parts), np.concatenate(owners)
@@ -260,7 +260,8 @@ def _make_lap_result(state: State, metric: str, lost: str) -> LapResult:
         parts = {part: state.records.last(model, part, metric) for part in (DECIDING_PART, ESTIMATING_PART)}
         if parts[DECIDING_PART] is not None:
             scores[model] = {
-                part: [] if values is None else [finite(float(v)) for v in values] for part, values in parts.items()
+                part: [] if values is None else [finite_or_none(float(v)) for v in values]
+                for part, values in parts.items()
             }
     used = next((scores[kind] for kind in reversed(MODEL_KINDS) if kind in scores), {})
     if not lost and all(value is None for value in used.get(DECIDING_PART, [])):

@@ -20,15 +20,15 @@ from typing import NamedTuple
 import numpy as np
 
 from fedloom.errors import ConfigError
-from fedloom.formats import percent, significant
+from fedloom.formats import format_percent, format_significant
 from fedloom.lab.advise.laps import DECIDING_PART, Arm, Lap, LapResult
 from fedloom.lab.advise.looks import PairedDifference, Values, pair_differences, pool_seeds, spend_level
 
 EARLY_DEPTH, MIDDLE_DEPTH, WHOLE_DEPTH = 1 / 9, 1 / 3, 1.0
 """Fractions of a full run's work after which settings or methods are compared."""
-FIRST_SEEDS, MOST_SEEDS = 2, 5
+MIN_RACE_SEEDS, MAX_RACE_SEEDS = 2, 5
 """Number of seeds at the first comparison of methods, followed by the maximum number of seeds."""
-MAX_LOOKS = 2 + MOST_SEEDS - FIRST_SEEDS
+MAX_LOOKS = 2 + MAX_RACE_SEEDS - MIN_RACE_SEEDS
 """Maximum number of interim analyses (looks) that may eliminate methods."""
 ALONE_METHOD, AVERAGE_METHOD = "local", "fedavg"
 """Methods that take part in every race and serve as references for all other methods. Both methods are always trained
@@ -36,7 +36,7 @@ for all rounds."""
 DEFAULT_BUDGET_RUNS = 16.0
 """Default budget of a race, in multiples of the gradients of one FedAvg run. This budget is twice the cost of tuning
 FedAvg alone with 8 trials."""
-MOST_ARMS, MOST_STAYING = 16, 4
+MAX_ARMS, MAX_STAYING_ARMS = 16, 4
 """Maximum number of settings per method at the start, and maximum number of settings kept after the first comparison.
 The remaining budget is spent on more seeds."""
 
@@ -133,13 +133,13 @@ def choose_counts(methods: Sequence[LapShares], budget: float, planned: float = 
     if begin(1) < 1:
         least = math.ceil(10 * (starts + stays + ends) - 1e-6) / 10
         raise ConfigError(
-            f"a budget of {significant(budget, 4)} runs of FedAvg is too small for a race of {len(methods)} methods "
-            f"with {FIRST_SEEDS} seeds. Use a budget of at least {significant(least, 4)}"
+            f"a budget of {format_significant(budget, 4)} runs of FedAvg is too small for a race of {len(methods)} "
+            f"methods with {MIN_RACE_SEEDS} seeds. Use a budget of at least {format_significant(least, 4)}"
         )
     stay = 1
-    while stay < MOST_STAYING and begin(stay + 1) >= 4 * (stay + 1):
+    while stay < MAX_STAYING_ARMS and begin(stay + 1) >= 4 * (stay + 1):
         stay += 1
-    return min(MOST_ARMS, begin(stay)), stay
+    return min(MAX_ARMS, begin(stay)), stay
 
 
 def find_budget(methods: Sequence[LapShares], finalists: int, seeds: int, budget: float, planned: float) -> int:
@@ -148,7 +148,7 @@ def find_budget(methods: Sequence[LapShares], finalists: int, seeds: int, budget
     larger = math.floor(budget) + 1
     while True:
         count, stay = choose_counts(methods, larger, planned)
-        if larger - ends - stays * stay - starts * count >= finalists * (seeds - FIRST_SEEDS):
+        if larger - ends - stays * stay - starts * count >= finalists * (seeds - MIN_RACE_SEEDS):
             return larger
         larger += 1
 
@@ -156,8 +156,8 @@ def find_budget(methods: Sequence[LapShares], finalists: int, seeds: int, budget
 def _race_costs(methods: Sequence[LapShares], planned: float) -> tuple[float, float, float]:
     """Return three costs, in runs: of one more initial setting per method, of one more kept setting, and the rest."""
     starts = sum(one.early + one.personal for one in methods)
-    stays = sum(FIRST_SEEDS * (one.middle + one.personal) - one.early for one in methods)
-    return starts, stays, planned + sum(FIRST_SEEDS * (WHOLE_DEPTH - one.middle) for one in methods)
+    stays = sum(MIN_RACE_SEEDS * (one.middle + one.personal) - one.early for one in methods)
+    return starts, stays, planned + sum(MIN_RACE_SEEDS * (WHOLE_DEPTH - one.middle) for one in methods)
 
 
 def race(
@@ -172,7 +172,7 @@ def race(
         stay: number of settings per method that are kept after the first comparison.
         budget: maximum number of sample gradients that the race may compute.
         work: number of gradients computed in one full run.
-        seeds: the `MOST_SEEDS` seeds of the race.
+        seeds: the `MAX_RACE_SEEDS` seeds of the race.
         run: function that trains laps and returns their results.
         tell: function that is called with a sentence after every comparison.
         higher: True if higher values of the metric are better.
@@ -199,15 +199,15 @@ class _Race:
         """Run the race to the end and return the outcome."""
         self._train(self._arms, self._seeds[:1], EARLY_DEPTH)
         self._keep_best_settings(stay, self._seeds[:1])
-        first = self._seeds[:FIRST_SEEDS]
+        first = self._seeds[:MIN_RACE_SEEDS]
         self._train(self._arms, first, MIDDLE_DEPTH)
         self._keep_best_settings(1, first)
         self._eliminate_methods(first, MIDDLE_DEPTH)
         self._train(self._finalists(), first, WHOLE_DEPTH)
         self._keep_best_settings(1, first)
         self._eliminate_methods(first, WHOLE_DEPTH)
-        count = FIRST_SEEDS
-        while self._is_open and count < MOST_SEEDS and self._can_afford(len(self._finalists())):
+        count = MIN_RACE_SEEDS
+        while self._is_open and count < MAX_RACE_SEEDS and self._can_afford(len(self._finalists())):
             self._train(self._finalists(), self._seeds[count : count + 1], WHOLE_DEPTH)
             count += 1
             self._keep_best_settings(1, self._seeds[:count])
@@ -290,19 +290,19 @@ class _Race:
             beaten = [
                 (gap, rival)
                 for rival in racing
-                if rival != label and (gap := difference_of(results, rival, label, DECIDING_PART, self._sign))
+                if rival != label and (gap := compare_methods(results, rival, label, DECIDING_PART, self._sign))
             ]
             by_p = sorted((gap.p_above(), rival, gap) for gap, rival in beaten)
             if by_p and by_p[0][0] <= level:
                 self._departures[label] = Departure(self._looks, by_p[0][1], by_p[0][2])
         left = self._remaining_labels()
         self._tell(
-            f"look {self._looks}, {len(seeds)} seeds, {percent(depth)} of a run: still in the race, best first: "
+            f"look {self._looks}, {len(seeds)} seeds, {format_percent(depth)} of a run: still in the race, best first: "
             f"{', '.join(left)}"
         )
 
 
-def difference_of(
+def compare_methods(
     results: Mapping[tuple[str, int], LapResult], one: str, other: str, part: str, sign: float
 ) -> PairedDifference | None:
     """Return the difference between two methods on a part of the data, which is positive if the first method is better.

@@ -11,16 +11,22 @@ from typing import Any
 from fedloom.data.federation import Federation
 from fedloom.engine.setup import check
 from fedloom.errors import ConfigError
-from fedloom.formats import rounded
+from fedloom.formats import round_significant
 from fedloom.lab.advise.laps import Arm, lap_setting
 from fedloom.lab.advise.race import ALONE_METHOD, AVERAGE_METHOD
 from fedloom.lab.experiment import Experiment
 from fedloom.lab.experiment.schema import Method
 from fedloom.lab.experiment.tuning import Dimension, Range, Tune
-from fedloom.lab.tune.search import Read, check_values, file_setting_values, replace_params, space_of
+from fedloom.lab.tune.search import (
+    ReadExperiment,
+    build_search_space,
+    check_values,
+    file_setting_values,
+    replace_params,
+)
 from fedloom.lab.tune.trial import scored_models
 from fedloom.seeds import numpy_generator
-from fedloom.values import dump
+from fedloom.values import dump_value
 
 STEP_SIZE_KEY = "local.lr"
 """Name of the step-size setting, which is tuned for every method."""
@@ -59,7 +65,7 @@ class RaceEntries:
         ConfigError: the document is not a valid experiment.
     """
 
-    def __init__(self, document: Mapping[str, Any], where: str, read: Read, methods: tuple[str, ...]) -> None:
+    def __init__(self, document: Mapping[str, Any], where: str, read: ReadExperiment, methods: tuple[str, ...]) -> None:
         self._where, self._read = where, read
         self._document = {k: v for k, v in document.items() if k not in (*LEFT_OUT_TABLES, *UPLOAD_TABLES)}
         self._for_uploads = {key: document[key] for key in UPLOAD_TABLES if key in document}
@@ -74,7 +80,9 @@ class RaceEntries:
         spaces = {name: dict(space) for name, space in self.base.tune.space.items()}
         frozen = {name: {**space, **spaces.pop(name, {})} for name, space in read_portfolio()[1].items()}
         all_methods = {STEP_SIZE_KEY: steps, **spaces.pop("all", {})}
-        self._tune = Tune.model_validate({**dump(self.base.tune), "space": {**frozen, **spaces, "all": all_methods}})
+        self._tune = Tune.model_validate(
+            {**dump_value(self.base.tune), "space": {**frozen, **spaces, "all": all_methods}}
+        )
         self.left_out = dict[str, str]()
         self._methods = dict[str, Method]()
         self.spaces = dict[str, Mapping[str, Dimension]]()
@@ -95,7 +103,7 @@ class RaceEntries:
                 method = self._experiment(name).methods[0]
                 check(method.setting.with_(seed=seed), whole)
                 check(lap_setting(method.setting, seed, method.setting.rounds), fed)
-                space = space_of(method, self._tune, self._where)
+                space = build_search_space(method, self._tune, self._where)
                 check_values(self._read_entry(name), 0, space, self._where, self._read)
             except ConfigError as error:
                 if name in (ALONE_METHOD, AVERAGE_METHOD):
@@ -191,4 +199,4 @@ def _dimension_value(dimension: Dimension, u: float) -> Any:
 
 
 def _round_setting(value: float) -> float:
-    return rounded(value, SETTING_DIGITS) or 0.0
+    return round_significant(value, SETTING_DIGITS) or 0.0

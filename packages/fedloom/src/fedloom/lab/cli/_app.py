@@ -30,8 +30,8 @@ from fedloom.errors import (
     FedloomError,
     RunStopped,
     Stop,
-    cause_of,
-    printable,
+    describe_cause,
+    escape_controls,
     write_singular,
 )
 from fedloom.hints import RENAMED_KEYS
@@ -42,7 +42,7 @@ core.HAS_RICH = False  # otherwise, typer prints "\\[required]" in plain help. O
 
 MAX_INTEGER = 2**63 - 1
 """Largest integer that an option accepts."""
-MAY_BE_EMPTY = ("--event", "--client-column", "--subject")
+EMPTY_ALLOWED_FLAGS = ("--event", "--client-column", "--subject")
 """Options whose value may be an empty string."""
 
 
@@ -57,7 +57,7 @@ def _plain_number(kind: Any, value: object, param: Any, ctx: Any) -> Any:
 
 
 def _refuse(sentence: str) -> NoReturn:
-    typer.echo(f"error: {printable(sentence)}", err=True)
+    typer.echo(f"error: {escape_controls(sentence)}", err=True)
     raise typer.Exit(2)
 
 
@@ -121,7 +121,7 @@ class StrictCommandGroup(TyperGroup):
         """Check the arguments and return the arguments for the command."""
         for k, word in enumerate(args):
             empty = not word.strip() or (word.startswith("--") and word.find("=") == len(word.rstrip()) - 1)
-            if empty and (word or args[max(k - 1, 0)]).rstrip("=") not in MAY_BE_EMPTY:
+            if empty and (word or args[max(k - 1, 0)]).rstrip("=") not in EMPTY_ALLOWED_FLAGS:
                 place = f" after {args[k - 1]}" if k and not word.strip() else f": {word}" if word.strip() else ""
                 _refuse(
                     f"there is an empty word{place}. A shell variable may not be set. Pass a value, or omit the empty "
@@ -197,7 +197,7 @@ def options(
 def say(*lines: object, err: bool = False) -> None:
     """Print lines to the terminal. Control characters are escaped, because names in the lines may come from files."""
     for line in lines:
-        typer.echo(write_singular(printable(line)), err=err)
+        typer.echo(write_singular(escape_controls(line)), err=err)
 
 
 def say_json(value: object) -> None:
@@ -294,18 +294,18 @@ def _add_location(sentence: str, file: Path, text: str, fix: str) -> str:
     rest = sentence.removeprefix(f"{file}: ").removeprefix(f"{file}")
     if rest != sentence and not sentence.startswith(f"{file}: "):
         return sentence
-    named = NAMED_KEY.match(rest) or KEY_OF_FIX.search(fix)
+    named = NAMED_KEY_PATTERN.match(rest) or FIX_KEY_PATTERN.search(fix)
     line = None if named is None else find_line(text, **{k: v for k, v in named.groupdict().items() if v})
     return f"{file}{'' if line is None else f':{line}'}: {rest}"
 
 
-NAMED_KEY = re.compile(
+NAMED_KEY_PATTERN = re.compile(
     r"(?:\[\[(?P<array>\w+)\]\] (?P<place>\d+):? ?|\[(?P<table>\w+)\]:? ?|(?P<part>\w+)\.)?"
     r"(?:(?P<key>\w+)(?:[.:]| is )|unknown \w+ '(?P<word>[^']+)')"
 )
 """Pattern for the start of an error message about an experiment file. The pattern matches a table, an entry in a list
 of tables, a key, or an unknown word."""
-KEY_OF_FIX = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?")
+FIX_KEY_PATTERN = re.compile(r"\{(?P<table>[a-z_]+)(?:\.(?P<key>[a-z_]+))?")
 
 
 def find_line(
@@ -372,8 +372,8 @@ def print_errors() -> Iterator[None]:
         if traceback.extract_tb(end.__traceback__)[-1].name == "join_ranks":  # another rank reports the cause
             raise
         say(
-            f"error: the program was ended by code that it called: {cause_of(end)}. Raise a different exception in "
-            "that code",
+            f"error: the program was ended by code that it called: {describe_cause(end)}. Raise a different exception "
+            "in that code",
             err=True,
         )
         raise typer.Exit(1) from None

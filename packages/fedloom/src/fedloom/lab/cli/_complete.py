@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-Offer = Callable[[str], list[str]]
+CompletionFunction = Callable[[str], list[str]]
 """Function that returns the words with a given prefix."""
 
 PACKAGE_FOLDER = Path(__file__).parents[2]
 
 
-def complete_from(words: Callable[[], Iterable[str]]) -> Offer:
+def complete_from(words: Callable[[], Iterable[str]]) -> CompletionFunction:
     """Return a function that completes a prefix with the words that ``words()`` yields."""
 
     def offered(incomplete: str) -> list[str]:
@@ -24,7 +24,7 @@ def complete_from(words: Callable[[], Iterable[str]]) -> Offer:
     return offered
 
 
-def complete_one_of(*words: str) -> Offer:
+def complete_one_of(*words: str) -> CompletionFunction:
     """Return a function that completes a prefix with the given words."""
     return complete_from(lambda: words)
 
@@ -58,7 +58,7 @@ def _first_run_summary() -> dict[str, Any]:
     return {}
 
 
-def _complete_runs(key: str) -> Offer:
+def _complete_runs(key: str) -> CompletionFunction:
     return complete_from(
         lambda: dict.fromkeys(str(run[key]) for run in _first_run_summary().get("runs", ()) if key in run)
     )

@@ -57,7 +57,7 @@ def analyze_file(
         from fedloom.data.groups import keep_group_columns
         from fedloom.data.sources.table.reading import TableSource
         from fedloom.errors import write_singular
-        from fedloom.formats import option
+        from fedloom.formats import format_option
         from fedloom.lab.experiment import read
         from fedloom.lab.printing import print_rows
 
@@ -79,7 +79,11 @@ def analyze_file(
         shown = [key for key in columns if key not in facts]
         print_rows([dict(zip(shown, row, strict=True)) for row in zip(*(columns[key] for key in shown), strict=True)])
         if facts:
-            say(", ".join(f"{key.replace('_', ' ')}: {option(value)}" for key, value in facts.items() if value != ""))
+            say(
+                ", ".join(
+                    f"{key.replace('_', ' ')}: {format_option(value)}" for key, value in facts.items() if value != ""
+                )
+            )
         questions = write_singular(f"{len(result.log)} questions")
         say(f"the analysis sent {questions} to {write_singular(f'{count} clients')} and received only sums")
 
@@ -99,16 +103,20 @@ def choose_analysis(
     Raises:
         ConfigError: the name, an option or a rule is unknown.
     """
-    from fedloom.analyses import Rules, analysis_of
+    from fedloom.analyses import Rules, resolve_analysis
     from fedloom.lab.experiment.overrides import apply_overrides
-    from fedloom.values import dump, make
+    from fedloom.values import dump_value, make
 
     options, chosen = apply_overrides({}, "fedloom analyze", values), experiment.find(name)
     analysis: Analysis = (
-        analysis_of(name, options) if chosen is None else make(chosen.with_, options, name, type(chosen).model_fields)
+        resolve_analysis(name, options)
+        if chosen is None
+        else make(chosen.with_, options, name, type(chosen).model_fields)
     )
     table = (
-        {} if analysis.rules is None else {key: dump(analysis.rules)[key] for key in analysis.rules.model_fields_set}
+        {}
+        if analysis.rules is None
+        else {key: dump_value(analysis.rules)[key] for key in analysis.rules.model_fields_set}
     )
     agreed = make(Rules, {**table, **apply_overrides({}, "fedloom analyze", rules)}, "--rule", Rules.model_fields)
     return analysis, agreed

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.formats import duration, fixed, significant
+from fedloom.formats import format_duration, format_fixed, format_significant
 from fedloom.lab.cli import _complete as offer
 from fedloom.lab.cli._app import AsJson, DataDir, FileArgument, Trust, app, print_errors, say, say_json, worker_count
 
@@ -131,7 +131,7 @@ def bench(
         print_rows([_speed_row(speed) for speed in speeds], ("method", "gradient_engine", "workers"))
         runs = len(plan.experiment.methods) * len(plan.experiment.head.seeds)
         beside = f", {plan.share.runs} at a time" if plan.share.runs > 1 else ""
-        say(f"the whole experiment, {runs} runs{beside}, without evaluation: {duration(plan.minutes(speeds))}")
+        say(f"the whole experiment, {runs} runs{beside}, without evaluation: {format_duration(plan.minutes(speeds))}")
 
 
 def _per_gradient_rows(experiment: Experiment, data_dir: Path | None, rounds: int) -> Iterator[dict[str, Any]]:
@@ -162,17 +162,18 @@ def _speed_row(speed: MeasuredSpeed) -> dict[str, Any]:
         "picked": "yes" if speed.way.is_chosen else "",
         "s/round": speed.seconds,
         "samples/s": round(speed.samples),
-        "busy cores": f"{fixed(speed.other_cores, 2)}{' (unreliable)' if speed.disturbed else ''}",
+        "busy cores": f"{format_fixed(speed.other_cores, 2)}{' (unreliable)' if speed.is_disturbed else ''}",
     }
 
 
 def _costs_text(costs: MethodCosts) -> str:
     return (
-        f"{significant(1e3 * costs.share, 3)} ms per client of the cohort, {fixed(costs.crowd, 2)} times as much if "
-        f"all {costs.cores} cores compute, {significant(1e3 * costs.result, 3)} ms and "
-        f"{significant(costs.message / 1e6, 3)} MB per chunk of up to {costs.chunk} clients, "
-        f"{significant(1e9 * costs.client, 3)} ns per client of the federation, {significant(1e3 * costs.fixed, 3)} ms "
-        f"fixed, {significant(costs.row / 1e6, 3)} MB stored per client"
+        f"{format_significant(1e3 * costs.share, 3)} ms per client of the cohort, {format_fixed(costs.crowd, 2)} times "
+        f"as much if all {costs.cores} cores compute, {format_significant(1e3 * costs.result, 3)} ms and "
+        f"{format_significant(costs.message / 1e6, 3)} MB per chunk of up to {costs.chunk} clients, "
+        f"{format_significant(1e9 * costs.client, 3)} ns per client of the federation, "
+        f"{format_significant(1e3 * costs.fixed, 3)} ms fixed, {format_significant(costs.row / 1e6, 3)} MB stored "
+        "per client"
     )
 
 

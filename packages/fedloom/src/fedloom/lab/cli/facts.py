@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from fedloom.errors import ConfigError
-from fedloom.hints import unknown
+from fedloom.hints import unknown_name_error
 from fedloom.lab.cli import _complete as offer
 from fedloom.lab.cli._app import AsJson, DataDir, app, print_errors, say, say_json
 
@@ -43,7 +43,7 @@ def list_command(
     """
     with print_errors():
         if what not in LISTED_KINDS:
-            raise unknown("kind of part", what, LISTED_KINDS, "fedloom list")
+            raise unknown_name_error("kind of part", what, LISTED_KINDS, "fedloom list")
         families: dict[str, list[tuple[str, str]]]
         if what in LISTS_ENTRY_POINTS.names:
             families = {"": LISTS_ENTRY_POINTS[what].load()()}
@@ -124,12 +124,12 @@ def describe(
                 raise ConfigError(f"{name!r} is not a method, but is listed under {' and '.join(kinds)}", fix=fix)
             text = choose("algorithm", index.cards, name)
         if as_json:
-            say_json({"name": name, "card": text, "options": _options_of(name)})
+            say_json({"name": name, "card": text, "options": _make_option_schema(name)})
         else:
             say(text)
 
 
-def _options_of(name: str) -> dict[str, Any]:
+def _make_option_schema(name: str) -> dict[str, Any]:
     """Return a JSON schema of the options that a method defines, with the type, default, range and meaning of each.
 
     For a method given as an import path, the schema is empty.

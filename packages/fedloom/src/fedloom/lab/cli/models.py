@@ -96,7 +96,7 @@ def evaluate(
         fresh = opened.read(data, data_dir)
         lines = list(opened.evaluate(fresh, method, seed, client, model))
         print_rows([line.row() for line in lines])
-        notes = [note for line in lines for note in line.choice.strange(line.rows.x)]
+        notes = [note for line in lines for note in line.choice.note_outliers(line.rows.x)]
         say(*dict.fromkeys((*fresh.notes, *lines[0].rows.notes, *notes)))
 
 
@@ -178,7 +178,7 @@ class PredictionsFile:
         from fedloom.lab.report.csv_files import render_table_csv
         from fedloom.storage.files import make_folder, write_atomic
 
-        predictions = predictions.decided(threshold, set_threshold)
+        predictions = predictions.apply_threshold(threshold, set_threshold)
         content = render_table_csv(predictions.table())
         columns, _, _ = content.partition(b"\n")
         self._check(lambda line: line == columns)
@@ -323,7 +323,7 @@ def export(
         if ranks:
             say(f"low-rank layers: {', '.join(f'{name} has rank {rank}' for name, rank in ranks.items())}")
             if format == "safetensors":
-                say("load the file into fedloom.models.thin(module, ranks), or export with --no-factorise")
+                say("load the file into fedloom.models.make_thin_copy(module, ranks), or export with --no-factorise")
         say(
             *filter(
                 None, (decision_sentence(chosen, format, threshold), unit_sentence(chosen, opened.new_data.factors))

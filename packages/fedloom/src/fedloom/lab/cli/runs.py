@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.errors import entered, exit_code_of
-from fedloom.formats import duration
-from fedloom.hints import unknown
+from fedloom.errors import adapt_wording, choose_exit_code
+from fedloom.formats import format_duration
+from fedloom.hints import unknown_name_error
 from fedloom.lab.cli import _complete as offer
 from fedloom.lab.cli._app import (
     AsJson,
@@ -99,7 +99,7 @@ def run(
 
     On several machines or GPUs: torchrun --nproc-per-node 4 -m fedloom.lab.cli run FILE.toml
     """
-    with print_errors(), add_file_to_errors(file), entered("command"):
+    with print_errors(), add_file_to_errors(file), adapt_wording("command"):
         count = None if workers is None else worker_count(workers)
         from fedloom.lab.experiment import read
 
@@ -146,7 +146,7 @@ def run(
             say(f"report: {plan.out / 'report.html'}", err=as_json)
         if tracker is not None and tracker.wrote:
             say(f"tracked: {tracker.view}", err=as_json)
-    if code := exit_code_of(o.status for o in outcomes):
+    if code := choose_exit_code(o.status for o in outcomes):
         raise typer.Exit(code)
     if plan.ranks.rank == 0 and (unanswered := plan.unanswered):
         say(f"no answer: {', '.join(unanswered)}. The report states the reasons", err=True)
@@ -202,7 +202,7 @@ def _print_plan(plan: Plan) -> None:
     time = total_minutes(plan, costs)
     say(
         "estimated time: "
-        + ("unknown, because there were too few trial rounds" if time is None else f"about {duration(time)}")
+        + ("unknown, because there were too few trial rounds" if time is None else f"about {format_duration(time)}")
     )
 
 
@@ -336,7 +336,7 @@ def report_command(
         chosen = None if columns is None else [name.strip() for name in columns.split(",") if name.strip()]
         kind = next((kind for kind in COMPARED_MODELS if kind == compare_model), None)
         if kind is None:
-            raise unknown("choice", compare_model, COMPARED_MODELS, "--compare-model")
+            raise unknown_name_error("choice", compare_model, COMPARED_MODELS, "--compare-model")
         page = out or runs[0] / "report.html"
         beside = page.with_suffix("") / "card.md"
         if card:

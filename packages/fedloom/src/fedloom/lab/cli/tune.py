@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.formats import significant
+from fedloom.formats import format_significant
 from fedloom.lab.cli._app import (
     DataDir,
     ExecutorName,
@@ -75,7 +75,8 @@ def tune(
     for f in findings:
         if f.best is not None and f.best.value is not None:
             say(
-                f"{f.study.method.label}: {f.best.setting}, validation {search.goal.metric} {significant(f.best.value)}"
+                f"{f.study.method.label}: {f.best.setting}, validation {search.goal.metric} "
+                f"{format_significant(f.best.value)}"
             )
     for sentence in report_overspending(findings):
         say(f"warning: {sentence}", err=True)
@@ -85,5 +86,5 @@ def tune(
 
 
 def _print_trial(label: str, trial: Trial) -> None:
-    end = trial.reason if trial.value is None else significant(trial.value)
+    end = trial.reason if trial.value is None else format_significant(trial.value)
     say(f"{label}, trial {trial.number}: {trial.setting}: {trial.state}, {end}")

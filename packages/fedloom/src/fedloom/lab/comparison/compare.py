@@ -15,8 +15,8 @@ from weakref import finalize
 from fedloom.data.dataset import default_to_cpu
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Choices, GivenModel
-from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop, entered, report_exit
-from fedloom.hints import unknown
+from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop, adapt_wording, report_exit
+from fedloom.hints import unknown_name_error
 from fedloom.lab.comparison.given import GivenExperiment
 from fedloom.lab.experiment import Plan
 from fedloom.lab.experiment.events import Listener
@@ -27,7 +27,7 @@ from fedloom.lab.progress import count_progress, print_remark, show_progress
 from fedloom.lab.report.comparison.contenders import COMPARED_MODELS, Models
 from fedloom.lab.report.comparison.pairs import check_margin
 from fedloom.lab.report.comparison.recorded import RecordedComparison
-from fedloom.rundir import place_of
+from fedloom.rundir import as_path
 from fedloom.values import check_type, has_type, list_functions
 
 
@@ -72,7 +72,7 @@ class Comparison(RecordedComparison):
 
 
 @default_to_cpu()
-@entered("python")
+@adapt_wording("python")
 @report_exit()
 def compare(
     methods: Mapping[str, object] | Sequence[object],
@@ -174,16 +174,16 @@ def compare(
             raise ConfigError("compare: track writes into the run directory. Name a folder")
     hears = _RunListeners(tuple(callbacks), track)
     table = {"trials": tune} if isinstance(tune, int) else dict(tune or {})
-    place = None if folder is None else place_of(folder, "compare: folder")
+    place = None if folder is None else as_path(folder, "compare: folder")
     check_margin(margin)
     if not has_type(compare_model, str) or compare_model not in COMPARED_MODELS:
-        raise unknown("choice", compare_model, COMPARED_MODELS, "compare: compare_model")
+        raise unknown_name_error("choice", compare_model, COMPARED_MODELS, "compare: compare_model")
     keywords = [keyword for keyword in signature(compare).parameters if keyword != "choices"]
     definition = GivenExperiment(
         methods, data, partition, seeds, table, name, {"model": model, **choices}, analyses, keywords
     )
     if baseline is not None and (not has_type(baseline, str) or baseline not in definition.references):
-        raise unknown("method to compare with", baseline, definition.references, "compare: baseline")
+        raise unknown_name_error("method to compare with", baseline, definition.references, "compare: baseline")
     if place is not None:
         return _run_comparison(
             definition,

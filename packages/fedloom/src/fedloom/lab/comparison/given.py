@@ -24,11 +24,11 @@ from fedloom.data.sources import Source
 from fedloom.engine.setting import Choices, Setting
 from fedloom.engine.tables import name_method
 from fedloom.errors import ConfigError
-from fedloom.hints import KeyPlaces, unknown
+from fedloom.hints import KeyPlaces, unknown_name_error
 from fedloom.lab.experiment.file import parse, read_analyses
 from fedloom.lab.experiment.schema import SETTING_TABLES, Experiment
 from fedloom.local import LocalSGD
-from fedloom.values import dump, fields_of, has_type
+from fedloom.values import dump_value, fields_of, has_type
 
 DATA_SET_KEYS = {"x", "train"}
 """Keys that identify a mapping as a data set. Any other mapping is interpreted as clients keyed by name."""
@@ -126,7 +126,7 @@ class GivenExperiment:
         way = _call_keys(tables, keywords)
         for key, value in choices.items():
             if key not in way.keys:
-                raise unknown("key", key, way.keys, call, way.hint(key, value))
+                raise unknown_name_error("key", key, way.keys, call, way.hint(key, value))
         self._call, self._way = call, replace(way, keys=(*way.keys, "method", "analysis"))
         chosen = {"analysis": read_analyses(analyses, "compare: analyses")}
         chosen |= {key: value for key, value in choices.items() if value is not None}
@@ -227,6 +227,6 @@ def _method_tables(methods: Mapping[str, object] | Sequence[object]) -> list[dic
         if not (isinstance(table["label"], str) and table["label"].strip() and table["label"].isprintable()):
             raise ConfigError(f"compare: a label must be printable text, got {table['label']!r:.80}")
         if isinstance(local := table.get("local"), LocalSGD):
-            table["local"] = dump(local)  # so that a search can change single keys
+            table["local"] = dump_value(local)  # so that a search can change single keys
         tables.append(table)
     return tables

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedloom.lazy import lazy_names, lister, make_getattr
+from fedloom.lazy import lazy_names, make_dir, make_getattr
 
 if TYPE_CHECKING:
     from fedloom.engine.checks.moved import restore_document as restore_document
@@ -42,4 +42,4 @@ __all__ = [*lazy_names(__name__)]
 
 __getattr__ = make_getattr(__name__)
 
-__dir__ = lister(__name__)
+__dir__ = make_dir(__name__)

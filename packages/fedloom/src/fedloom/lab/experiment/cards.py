@@ -23,7 +23,7 @@ from fedloom.errors import Refused
 from fedloom.local import LocalSGD
 from fedloom.metrics import METRICS
 from fedloom.models import MODEL_CLASSES
-from fedloom.options import limits_of
+from fedloom.options import get_limits
 from fedloom.rows.aggregators import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
 from fedloom.rows.channels import CHANNELS
@@ -163,6 +163,6 @@ def all_method_cards() -> dict[str, str]:
 
 
 def _option_text(name: str, field: FieldInfo) -> str:
-    limits = limits_of(field)
+    limits = get_limits(field)
     allowed = f" ({', '.join(limits)})" if limits else ""
     return f"    {name} = {field.default!r}{allowed}: {field.description}"

@@ -11,7 +11,7 @@ from fedloom.algorithms._base import DEFAULT_KINDS
 from fedloom.analyses import ANALYSES
 from fedloom.engine.setting import Setting
 from fedloom.imports import IMPORT_PATH_PATTERN
-from fedloom.lab.experiment.schema import SETTING_TABLES, Top
+from fedloom.lab.experiment.schema import SETTING_TABLES, TopLevelKeys
 from fedloom.values import Value
 
 Schema = dict[str, Any]
@@ -46,7 +46,7 @@ def json_schema() -> str:
         choices.append({"type": "object", "title": "user code", "properties": {key: path, **more}, "required": [key]})
         return {"type": "object", "anyOf": choices}
 
-    head = one(Top)["properties"]
+    head = one(TopLevelKeys)["properties"]
     tables = {name: kinds(t.classes(), t.key) if t.kinds else one(t.base) for name, t in SETTING_TABLES.items()}
     other = {"type": "object", "properties": {"source": {"type": "string", "pattern": "[/:.]"}}, "required": ["source"]}
     tables["data"]["anyOf"].append({**other, "title": "a path or hub:owner/name"})

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from fedloom.analyses import ANALYSES, check_analysis
 from fedloom.analyses.fitted import run_setting
-from fedloom.analyses.registry import name_of
+from fedloom.analyses.registry import get_analysis_name
 from fedloom.data.dataset import default_to_cpu
 from fedloom.data.federation import Federation
 from fedloom.data.groups import keep_group_columns
@@ -26,7 +26,7 @@ from fedloom.engine.result import Result
 from fedloom.engine.setup import check
 from fedloom.engine.simulate import Progress, simulate
 from fedloom.engine.state import State
-from fedloom.errors import CodeError, ConfigError, DamagedCheckpoint, LayoutError, Refused, RunStopped, entered
+from fedloom.errors import CodeError, ConfigError, DamagedCheckpoint, LayoutError, Refused, RunStopped, adapt_wording
 from fedloom.lab import report
 from fedloom.lab.experiment.events import EVENT_INTERVAL_SECONDS, Event, EventEmitter, EventQueue, Listener
 from fedloom.lab.experiment.live import LiveFigures
@@ -61,7 +61,9 @@ from fedloom.storage.files import make_folder, write_atomic
 from fedloom.storage.locks import lock
 
 NO_CHOICES: Mapping[Any, Any] = MappingProxyType({})
-NO_PAGE = "no report.html is written, because its charts need another package. Run: pip install 'fedloom[charts]'"
+NO_REPORT_WARNING = (
+    "no report.html is written, because its charts need another package. Run: pip install 'fedloom[charts]'"
+)
 
 
 class Plan:
@@ -90,7 +92,7 @@ class Plan:
     """
 
     @default_to_cpu()
-    @entered("file")
+    @adapt_wording("file")
     def __init__(
         self,
         experiment: Experiment,
@@ -126,7 +128,9 @@ class Plan:
                 check(method.setting.with_(seed=seed), self.federations[seed])
         for analysis in experiment.analyses:
             if analysis.runs_further and ranks.size > 1:
-                raise Refused(f"{name_of(analysis)} trains additional runs in a single process. Omit this analysis")
+                raise Refused(
+                    f"{get_analysis_name(analysis)} trains additional runs in a single process. Omit this analysis"
+                )
             for method, seed in self.runs:
                 check_analysis(analysis, self.federations[seed], method.setting.with_(seed=seed))
         if ranks.rank == 0 and not dry:
@@ -145,7 +149,7 @@ class Plan:
         fed = self.federations[self.experiment.head.seeds[0]]
         of_data = [f"data: {note}" for note in fed.remarks]
         return [
-            *([] if can_draw() else [NO_PAGE]),
+            *([] if can_draw() else [NO_REPORT_WARNING]),
             *of_data,
             *(f"{', '.join(m)}: {note}" for note, m in labels.items()),
         ]
@@ -214,9 +218,9 @@ class Plan:
         check_executor(executor)
         if join or self.ranks.size > 1:
             raise ConfigError("an executor already distributes the work. Omit `join` and torchrun")
-        self._luggage()
+        self._pack_experiment()
 
-    def _luggage(self) -> PackedExperiment:
+    def _pack_experiment(self) -> PackedExperiment:
         return pack_experiment(self.experiment, self._checksum())
 
     def _run_on_executor(self, executor: Executor) -> tuple[bool, dict[tuple[str, int], str]]:
@@ -229,7 +233,7 @@ class Plan:
         units = [json.dumps({"label": method.label, "seed": seed}) for (method, seed), _ in missing]
         failures, draft = dict[tuple[str, int], str](), self.out / WORK_FOLDER
         with interruptible() as interrupted:
-            for k, reply in compute_units(executor, self._luggage(), units, interrupted):
+            for k, reply in compute_units(executor, self._pack_experiment(), units, interrupted):
                 (method, seed), folder = missing[k]
                 if reply.failure:
                     failures[method.label, seed] = reply.failure
@@ -412,12 +416,12 @@ class Plan:
     def unanswered(self) -> list[str]:
         """Names of the sum-based analyses that have no answer for these data, after all runs have ended."""
         return [
-            name_of(analysis)
+            get_analysis_name(analysis)
             for analysis in self.experiment.analyses
             if analysis.by_sums
             and not analysis.uses_models
             and not analysis.runs_further
-            and not (self.out / analysis_file(name_of(analysis))).exists()
+            and not (self.out / analysis_file(get_analysis_name(analysis))).exists()
         ]
 
     def _write(self, outcomes: list[Outcome]) -> None:

@@ -11,14 +11,14 @@ from typing import Any
 
 import tomli_w
 
-from fedloom.analyses import Analysis, analysis_of
-from fedloom.analyses.registry import name_of
+from fedloom.analyses import Analysis, resolve_analysis
+from fedloom.analyses.registry import get_analysis_name
 from fedloom.data.sources import Source
 from fedloom.engine.checks.moved import update_document
 from fedloom.engine.setting import Setting
 from fedloom.engine.tables import NamedMethod
 from fedloom.errors import ConfigError, FedloomError
-from fedloom.hints import KeyPlaces, unknown
+from fedloom.hints import KeyPlaces, unknown_name_error
 from fedloom.lab.experiment.overrides import apply_overrides
 from fedloom.lab.experiment.schema import (
     SETTING_TABLES,
@@ -27,15 +27,15 @@ from fedloom.lab.experiment.schema import (
     Head,
     Method,
     MethodKeys,
-    Top,
+    TopLevelKeys,
     file_places,
 )
 from fedloom.lab.experiment.units.grid import expand_grid
 from fedloom.models import Import
-from fedloom.rundir import label_of
+from fedloom.rundir import get_label
 from fedloom.storage import read_toml
 from fedloom.trust import check_document
-from fedloom.values import check_is_table, dump, find_difference, flatten_document, make
+from fedloom.values import check_is_table, dump_value, find_difference, flatten_document, make
 
 
 def read(
@@ -103,8 +103,13 @@ def parse(
     way = way or file_places()
     for key, value in document.items():
         if key not in way.keys:
-            raise unknown("key", key, way.keys, where, way.hint(key, value))
-    top = make(Top, {key: document[key] for key in Top.model_fields if key in document}, where, Top.model_fields)
+            raise unknown_name_error("key", key, way.keys, where, way.hint(key, value))
+    top = make(
+        TopLevelKeys,
+        {key: document[key] for key in TopLevelKeys.model_fields if key in document},
+        where,
+        TopLevelKeys.model_fields,
+    )
     if questions := top.model_dump()["questions"]:
         more = f" (and {len(questions) - 1} more questions in the file)" if len(questions) > 1 else ""
         raise ConfigError(f"{where} is a draft with an open question: {questions[0]}{more}")
@@ -128,7 +133,7 @@ def parse(
     whole = Experiment(
         head=Head(**{key: getattr(top, key) for key in Head.model_fields}),
         source=source,
-        source_options=dump(document["data"]) if isinstance(document["data"], Source) else document["data"],
+        source_options=dump_value(document["data"]) if isinstance(document["data"], Source) else document["data"],
         partition=partition,
         model_kind="import" if isinstance(common.model, Import) else kind,
         common=common,
@@ -176,8 +181,8 @@ def read_analyses(entries: object, where: str) -> tuple[Analysis, ...]:
         place = f"{where}: [[analysis]] {number}"
         if not isinstance(entry, Analysis | str):
             entry = check_is_table(entry, place, "write [[analysis]] and below it kind = ...")
-        values.append(analysis_of(entry, {}, place))
-    kinds = [name_of(value) for value in values]
+        values.append(resolve_analysis(entry, {}, place))
+    kinds = [get_analysis_name(value) for value in values]
     for kind in kinds:
         if kinds.count(kind) > 1:
             raise ConfigError(
@@ -265,13 +270,15 @@ def _read_method(
     if "algorithm" not in declared or (way.file and not isinstance(declared["algorithm"], str)):
         got = f"must be a name, got {declared['algorithm']!r:.80}" if "algorithm" in declared else "is missing"
         raise ConfigError(f"{where}: algorithm {got}; {way.form}")
-    keys = {"label": label_of(declared), **{key: declared[key] for key in MethodKeys.model_fields if key in declared}}
+    keys = {"label": get_label(declared), **{key: declared[key] for key in MethodKeys.model_fields if key in declared}}
     label = make(MethodKeys, keys, where, MethodKeys.model_fields).label
     choices = {key: declared[key] for key in Setting.per_method if key in declared}
     options = {key: value for key, value in declared.items() if key not in ("algorithm", "label", *choices)}
     constants = {} if defaults == "default" else {"defaults": defaults}
     method = NamedMethod.read(declared["algorithm"], {**constants, **options}, where, way)
     if isinstance(choices.get("local"), Mapping):
-        choices["local"] = merge_local(local if isinstance(local, Mapping) else dump(common.local), choices["local"])
+        choices["local"] = merge_local(
+            local if isinstance(local, Mapping) else dump_value(common.local), choices["local"]
+        )
     setting = common.read({**choices, "algorithm": method.value}, where, way, common)
     return Method(label, method.name, {**constants, **options}, setting, method.entry)

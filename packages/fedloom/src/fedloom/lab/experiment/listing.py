@@ -9,7 +9,7 @@ from fedloom.lab.experiment.opened import RunDirectory
 from fedloom.lab.experiment.recorded import RecordedRun
 from fedloom.metrics import leading, metric, worst
 from fedloom.rundir import ADAPTED_FOLDER, MODELS_FOLDER, run_folder
-from fedloom.trained.model import facts_of, open_tensors
+from fedloom.trained.model import open_tensors, read_facts
 from fedloom.trained.model_source import MODEL_CHOICES
 
 Row = dict[str, str | int | float | None]
@@ -55,7 +55,7 @@ def _model_rows(opened: RunDirectory, run: RecordedRun, lead: str) -> list[Row]:
 def _adapted_model_row(path: Path, folder: Path, lead: str) -> Row:
     try:
         with open_tensors(path) as file:
-            about = facts_of(file, path)[1]
+            about = read_facts(file, path)[1]
     except LayoutError:
         about = {}
     return {

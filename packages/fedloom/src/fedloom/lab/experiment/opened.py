@@ -21,8 +21,8 @@ from fedloom.data.sources import Source
 from fedloom.engine.checks.moved import update_document
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, DataError, RunDirError
-from fedloom.formats import option
-from fedloom.hints import nearest
+from fedloom.formats import format_option
+from fedloom.hints import suggest_nearest
 from fedloom.imports import is_path
 from fedloom.lab.experiment.file import parse
 from fedloom.lab.experiment.recorded import RecordedRun
@@ -37,14 +37,14 @@ from fedloom.rundir import (
     MODELS_FOLDER,
     SETTINGS_FILE,
     SUMMARY_FILE,
+    as_path,
     check_digest,
     compared_tables,
-    place_of,
     read_summary,
     run_folder,
 )
 from fedloom.storage import read_toml
-from fedloom.trained.model import Model, facts_of, open_tensors
+from fedloom.trained.model import Model, open_tensors, read_facts
 from fedloom.trained.model_source import MODEL_CHOICES
 from fedloom.trained.models import KIND_PREFERENCE
 from fedloom.trained.predictions import (
@@ -87,7 +87,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path | str, model: OwnModel | None = None, *, trust: bool = False) -> None:
-        self.path, self._model, self._trust = place_of(path, "path"), model, trust
+        self.path, self._model, self._trust = as_path(path, "path"), model, trust
         settings = self.path / SETTINGS_FILE
         if deployed := _describe_deployment(self.path):
             raise RunDirError(f"{path} is {deployed}")
@@ -141,7 +141,9 @@ class RunDirectory:
         """
         methods, seeds = ({key[k] for key in self._runs} for k in (0, 1))
         if method is not None and method not in methods:
-            raise ConfigError(f"{self.path} contains no method {method!r}; {nearest(method, map(str, methods))}")
+            raise ConfigError(
+                f"{self.path} contains no method {method!r}; {suggest_nearest(method, map(str, methods))}"
+            )
         if seed is not None and seed not in seeds:
             raise ConfigError(f"{self.path} contains no seed {seed}. Its seeds: {', '.join(map(str, sorted(seeds)))}")
         return [run for run in self if method in (None, run.method) and seed in (None, run.seed)]
@@ -304,7 +306,7 @@ class RunDirectory:
             LayoutError: the file does not contain a model, or its model has a different architecture.
         """
         with open_tensors(Path(path), check=False) as file:  # Model.load checks the file
-            label = facts_of(file, Path(path))[1].get("method")
+            label = read_facts(file, Path(path))[1].get("method")
         of_run = label in {method for method, _ in self._runs}
         setting = self._setting(str(label)) if of_run else self._experiment([{"algorithm": "fedavg"}]).common
         return Model.load(path, setting.model, setting.task)
@@ -365,7 +367,7 @@ class RunDirectory:
         lead = leading(rows[0])
         figures = {lead: f"test {lead}"} if lead in rows[0] else {}
         heads = {"method": "method", "model": "model", "seeds": "seeds", **figures, "status": "status"}
-        shown = [[option(row[key]) for key in heads] for row in rows]
+        shown = [[format_option(row[key]) for key in heads] for row in rows]
         return display.html_table(list(heads.values()), shown)
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ import tomli_w
 from numpy.typing import NDArray
 
 from fedloom.analyses import ANALYSES, Analysis, analyze
-from fedloom.analyses.registry import name_of
+from fedloom.analyses.registry import get_analysis_name
 from fedloom.data.federation import Federation, Split
 from fedloom.engine.checks.refusals import NOT_EVALUATED
 from fedloom.engine.result import Result
@@ -44,7 +44,7 @@ from fedloom.version import __version__
 RECORDED_PACKAGES = ("torch", "numpy", "scipy", "scikit-learn", "pyarrow", "pydantic")
 
 
-Spent = tuple[Sequence[float], Sequence[float]]
+RunDurations = tuple[Sequence[float], Sequence[float]]
 """Duration of each round in seconds, followed by its one-off costs (such as compilation) in seconds."""
 
 
@@ -137,10 +137,10 @@ def write_analyses(
         key=lambda pair: (pair[0].label, pair[0].seed),
     )
     keep, notes = [(o.label, o.seed) for o in outcomes if o.is_damaged], list[str]()
-    for kind in {*ANALYSES} - {name_of(analysis) for analysis in analyses}:
+    for kind in {*ANALYSES} - {get_analysis_name(analysis) for analysis in analyses}:
         (out / analysis_file(kind)).unlink(missing_ok=True)
     for analysis in (value for value in analyses if not value.runs_further):
-        path = out / analysis_file(name_of(analysis))
+        path = out / analysis_file(get_analysis_name(analysis))
         if analysis.by_sums and not analysis.uses_models:
             tables, more = _sum_analysis(analysis, federation) if done else ([], [])
             write_parquet(path, tables)
@@ -166,7 +166,7 @@ def _sum_analysis(analysis: Analysis, federation: Federation) -> tuple[list[pa.T
     try:
         return [analyze(analysis, federation).table], []
     except (DataError, Refused) as error:
-        return [], [f"the analysis {name_of(analysis)!r} has no answer: {error}"]
+        return [], [f"the analysis {get_analysis_name(analysis)!r} has no answer: {error}"]
 
 
 def find_measured_runs(out: Path, analysis: Analysis) -> list[tuple[str, int]]:
@@ -174,7 +174,7 @@ def find_measured_runs(out: Path, analysis: Analysis) -> list[tuple[str, int]]:
 
     The list is empty if the file is damaged.
     """
-    names, path = ["method", "seed"], out / analysis_file(name_of(analysis))
+    names, path = ["method", "seed"], out / analysis_file(get_analysis_name(analysis))
     try:
         check_digest(path, check_regular_file(path).read_bytes())
         keys = pq.read_table(path, columns=names).group_by(names).aggregate([])
@@ -191,7 +191,7 @@ def write_further(
     Existing rows of the runs in ``keep`` are preserved.
     """
     rows = [label_rows(pa.concat_tables(some), *run) for run, some in sorted(tables.items())]
-    write_parquet(out / analysis_file(name_of(analysis)), rows, keep)
+    write_parquet(out / analysis_file(get_analysis_name(analysis)), rows, keep)
 
 
 def write_parquet(path: Path, tables: list[pa.Table], keep: Sequence[tuple[str, int]] = ()) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from fedloom.analyses import ANALYSES, Analysis
 from fedloom.errors import ConfigError
-from fedloom.hints import unknown
-from fedloom.rundir import label_of
+from fedloom.hints import unknown_name_error
+from fedloom.rundir import get_label
 from fedloom.values import FACTOR_PATTERN, check_is_table
 
 BARE_TEXT_PATTERN = re.compile(rf"[A-Za-z_][\w./:-]*|{FACTOR_PATTERN}")
@@ -62,12 +62,12 @@ def apply_overrides(
         _set_value(changed, text, where, changed_keys)
     named = [m for m in entries if isinstance(m, dict)]
     if methods:
-        names = list(dict.fromkeys(name for m in named for name in (label_of(m), str(m.get("algorithm")))))
+        names = list(dict.fromkeys(name for m in named for name in (get_label(m), str(m.get("algorithm")))))
         for name in methods:
             if name not in names:
-                raise unknown("method", name, names, f"{where}: --method")
-        changed["method"] = [m for m in named if {label_of(m), m.get("algorithm")} & {*methods}]
-        grid, kept = changed.get("grid"), {label_of(m) for m in changed["method"]}
+                raise unknown_name_error("method", name, names, f"{where}: --method")
+        changed["method"] = [m for m in named if {get_label(m), m.get("algorithm")} & {*methods}]
+        grid, kept = changed.get("grid"), {get_label(m) for m in changed["method"]}
         if isinstance(grid, dict) and isinstance(grid.get("method"), dict):
             changed["grid"] = {**grid, "method": {k: v for k, v in grid["method"].items() if k in kept}}
     if rounds is not None:
@@ -138,11 +138,11 @@ def _find_method_table(
     document: Mapping[str, Any], parts: list[str], text: str, where: str
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the method's table named in a dotted key, and the rest of the key."""
-    labels = {label_of(m): m for m in document.get("method", ()) if isinstance(m, dict)}
+    labels = {get_label(m): m for m in document.get("method", ()) if isinstance(m, dict)}
     if len(parts) < 3:
         raise ConfigError(f"--set {text!r}: method keys have the form method.LABEL.key. Labels: {', '.join(labels)}")
     if parts[1] not in labels:
-        raise unknown("method", parts[1], labels, f"{where}: --set {text}")
+        raise unknown_name_error("method", parts[1], labels, f"{where}: --set {text}")
     return labels[parts[1]], parts[2:]
 
 

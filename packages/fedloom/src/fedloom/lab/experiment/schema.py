@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, NonNegativeInt, create_model, field_
 from fedloom.algorithms import REGISTRY, Algorithm, Preset
 from fedloom.analyses import Analysis, ModelAnalysis
 from fedloom.analyses.fitted import Fitted
-from fedloom.analyses.registry import name_of
+from fedloom.analyses.registry import get_analysis_name
 from fedloom.data.partitions import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source
 from fedloom.data.sources import source as source_of
@@ -26,7 +26,7 @@ from fedloom.errors import ConfigError, DataError, direction_in
 from fedloom.hints import KeyPlaces, give_no_hint
 from fedloom.imports import is_path
 from fedloom.lab.experiment.tuning import Tune
-from fedloom.values import Value, choose, dump, fields_of, make
+from fedloom.values import Value, choose, dump_value, fields_of, make
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Method:
 
     def settings(self) -> dict[str, Any]:
         """Return the method as a TOML table that includes defaults."""
-        fields, algorithm = fields_of(self.entry), dump(self.setting.method)
+        fields, algorithm = fields_of(self.entry), dump_value(self.setting.method)
         choices = {k: v for k, v in self.setting.document().items() if k in Setting.per_method}
         named = {"algorithm": self.algorithm, "label": self.label}
         return {**named, **{k: v for k, v in algorithm.items() if k in fields}, **self.options, **choices}
@@ -118,7 +118,9 @@ _questions: Any = (
     tuple[str, ...],
     Field((), description="open questions in a draft. Answer and delete them before you run the draft"),
 )
-Top = create_model("Top", __base__=Head, questions=_questions, **{name: _plain[name] for name in Setting.plain()})
+TopLevelKeys = create_model(
+    "Top", __base__=Head, questions=_questions, **{name: _plain[name] for name in Setting.plain()}
+)
 """All top-level keys of an experiment file, except tables."""
 
 
@@ -172,9 +174,9 @@ def file_places() -> KeyPlaces:
     """Return the keys that an experiment file accepts, and each key's table."""
     tables = {name: table.keys() for name, table in SETTING_TABLES.items()}
     tables = {"partition": tables.pop("partition"), **tables}
-    keys = (*SETTING_TABLES, *Top.model_fields, "method", "analysis")
+    keys = (*SETTING_TABLES, *TopLevelKeys.model_fields, "method", "analysis")
     return Setting.places(
-        tables=tables, plain=Top.model_fields, keys=keys, method=False, file=True, special=give_no_hint
+        tables=tables, plain=TopLevelKeys.model_fields, keys=keys, method=False, file=True, special=give_no_hint
     )
 
 
@@ -214,7 +216,8 @@ class Experiment:
         """The methods, followed by the models that analyses with ``compare`` fit from sums."""
         fits = (value for value in self.analyses if isinstance(value, ModelAnalysis) and value.compare)
         fitted = (
-            Method(value.find_name(), name_of(value), {}, Fitted.setting(value, self.common), Fitted) for value in fits
+            Method(value.find_name(), get_analysis_name(value), {}, Fitted.setting(value, self.common), Fitted)
+            for value in fits
         )
         return (*self.methods, *fitted)
 
@@ -227,7 +230,7 @@ class Experiment:
 
     def find(self, kind: str) -> Any:
         """Return the analysis of the given kind, or None if the experiment does not include one."""
-        return next((value for value in self.analyses if name_of(value) == kind), None)
+        return next((value for value in self.analyses if get_analysis_name(value) == kind), None)
 
     @property
     def rounds(self) -> dict[str, int]:
@@ -247,12 +250,16 @@ class Experiment:
         unattacked = {"attack": {"kind": "none"}} if "attack" in whole else {}
         methods = [{**unattacked, **m.settings()} for m in self.methods]
         return {
-            **dump(self.head),
+            **dump_value(self.head),
             **{k: common.pop(k) for k in Setting.plain()},
             "data": self.source_options,
-            "partition": dump(self.partition, kind=self.partition.kind),
+            "partition": dump_value(self.partition, kind=self.partition.kind),
             **common,
             "model": {**common["model"], "kind": self.model_kind},
             "method": [{k: v for k, v in m.items() if k not in SHARED_TABLES or v != whole.get(k)} for m in methods],
-            **({"analysis": [dump(value, kind=name_of(value)) for value in self.analyses]} if self.analyses else {}),
+            **(
+                {"analysis": [dump_value(value, kind=get_analysis_name(value)) for value in self.analyses]}
+                if self.analyses
+                else {}
+            ),
         }

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from fedloom.engine.checks.guard import Guard
-from fedloom.errors import ConfigError, sentence_of
-from fedloom.hints import unknown
+from fedloom.errors import ConfigError, describe_error
+from fedloom.hints import unknown_name_error
 from fedloom.lab.experiment.events import Event, Figures
 from fedloom.lab.experiment.schema import Experiment
 from fedloom.rundir import run_folder
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 RETRY_SECONDS = 60.0
-"""Seconds before a failed tracker is retried. An unreachable server delays a run by up to `HTTP_SECONDS` and one retry,
-which is only a small part of the run time."""
-HTTP_SECONDS, HTTP_RETRIES = 10, 1
+"""Seconds before a failed tracker is retried. An unreachable server delays a run by up to `HTTP_TIMEOUT_SECONDS` and
+one retry, which is only a small part of the run time."""
+HTTP_TIMEOUT_SECONDS, HTTP_RETRIES = 10, 1
 """Timeout in seconds, and number of retries, for MLflow's server, unless the environment sets other values. MLflow's
 defaults of 120 seconds and 7 retries would delay a run by many minutes at every evaluation."""
 MAX_CAUSE_CHARACTERS = 300
@@ -122,7 +122,7 @@ class Tracker:
         missing = len(self._waiting[key])
         if first or status:
             lost = f"; {missing} rounds of {key[0]}, seed {key[1]}, are missing" if status and missing else ""
-            cause = f"{sentence_of(error)}".splitlines()[0][:MAX_CAUSE_CHARACTERS]
+            cause = f"{describe_error(error)}".splitlines()[0][:MAX_CAUSE_CHARACTERS]
             self._guard.warn(
                 f"--track {self._kind}: {cause}{lost}. The run continues. Run the same command again "
                 f"with --track {self._kind} to log the missing values"
@@ -252,7 +252,7 @@ class WandB:
         self._run.finish(exit_code=0 if status == "done" else 1)
 
 
-Make = Callable[[str, int], Writer]
+MakeWriter = Callable[[str, int], Writer]
 """Function that opens the writer for the run with a label and a seed."""
 
 
@@ -266,23 +266,23 @@ def check_tracker(kind: str | None) -> None:
         return
     check_type("track", kind, str)
     if kind not in TRACKERS:
-        raise unknown("tracker", kind, TRACKERS, "--track")
+        raise unknown_name_error("tracker", kind, TRACKERS, "--track")
     for package in TRACKER_PACKAGES[kind]:
         if find_spec(package) is None:
             extra = "wandb" if kind == "wandb" else "track"
             raise ConfigError(f"--track {kind} needs {package}: pip install 'fedloom[{extra}]'")
 
 
-def _tensorboard(experiment: Experiment, out: Path) -> tuple[Make, str]:
+def _tensorboard(experiment: Experiment, out: Path) -> tuple[MakeWriter, str]:
     def make(label: str, seed: int) -> Writer:
         return TensorBoard(run_folder(out, TRACKING_FOLDER, label, seed))
 
     return make, f"tensorboard --logdir {out / TRACKING_FOLDER}"
 
 
-def _mlflow(experiment: Experiment, out: Path) -> tuple[Make, str]:
+def _mlflow(experiment: Experiment, out: Path) -> tuple[MakeWriter, str]:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(HTTP_SECONDS))
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(HTTP_TIMEOUT_SECONDS))
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", str(HTTP_RETRIES))
     folder = (out / TRACKING_FOLDER).resolve()
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
@@ -320,7 +320,7 @@ def _mlflow(experiment: Experiment, out: Path) -> tuple[Make, str]:
     return make, f"mlflow ui --backend-store-uri {uri}"
 
 
-def _wandb(experiment: Experiment, out: Path) -> tuple[Make, str]:
+def _wandb(experiment: Experiment, out: Path) -> tuple[MakeWriter, str]:
     settings, project = {m.label: m.settings() for m in experiment.compared}, experiment.head.name
 
     def make(label: str, seed: int) -> Writer:
@@ -330,7 +330,7 @@ def _wandb(experiment: Experiment, out: Path) -> tuple[Make, str]:
     return make, f"wandb sync {out / TRACKING_FOLDER}/*/wandb/offline-run-*"
 
 
-TRACKERS: Mapping[str, Callable[[Experiment, Path], tuple[Make, str]]] = {
+TRACKERS: Mapping[str, Callable[[Experiment, Path], tuple[MakeWriter, str]]] = {
     "tensorboard": _tensorboard,
     "mlflow": _mlflow,
     "wandb": _wandb,

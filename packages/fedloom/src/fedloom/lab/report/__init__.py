@@ -8,7 +8,7 @@ from __future__ import annotations
 from fedloom.lab.report.charts import kit, look
 from fedloom.lab.report.comparison.card import check_card, write_card
 from fedloom.lab.report.comparison.conclusion import comparison_record, conclude_groups, conclude_runs
-from fedloom.lab.report.comparison.criteria import TARGET_SHARE, cumulative
+from fedloom.lab.report.comparison.criteria import TARGET_SHARE, accumulate_cost
 from fedloom.lab.report.comparison.family import (
     FAMILY_ERROR_LEVEL,
     MODERATED_LEVEL,
@@ -31,8 +31,8 @@ from fedloom.lab.report.numbers import (
     Curve,
     Estimate,
     benign_curve,
+    find_seeds,
     half_width,
-    seeds_of,
     test_metrics,
 )  # fmt: skip
 from fedloom.lab.report.page import write_report
@@ -41,9 +41,40 @@ from fedloom.lab.report.run import Key, Run
 from fedloom.lab.report.tables import result_table
 
 __all__ = [
-    "EMPTY_CURVE", "FAMILY_ERROR_LEVEL", "MIN_SEEDS", "MODEL_KINDS", "MODERATED_LEVEL", "TARGET_SHARE", "WORK_FIGURES",
-    "Curve", "DifferenceTest", "Estimate", "Key", "PairVerdict", "Run", "adjust_by_holm", "benign_curve", "check_card",
-    "comparison_record", "conclude_groups", "conclude_runs", "cumulative", "fit_common_prior", "half_width", "kit",
-    "log_ratio", "look", "pair_verdict", "read_runs", "render_table_csv", "required_seeds", "result_table",
-    "run_family_tests", "seed_differences", "seeds_of", "test_metrics", "write_card", "write_report",
+    "EMPTY_CURVE",
+    "FAMILY_ERROR_LEVEL",
+    "MIN_SEEDS",
+    "MODEL_KINDS",
+    "MODERATED_LEVEL",
+    "TARGET_SHARE",
+    "WORK_FIGURES",
+    "Curve",
+    "DifferenceTest",
+    "Estimate",
+    "Key",
+    "PairVerdict",
+    "Run",
+    "accumulate_cost",
+    "adjust_by_holm",
+    "benign_curve",
+    "check_card",
+    "comparison_record",
+    "conclude_groups",
+    "conclude_runs",
+    "find_seeds",
+    "fit_common_prior",
+    "half_width",
+    "kit",
+    "log_ratio",
+    "look",
+    "pair_verdict",
+    "read_runs",
+    "render_table_csv",
+    "required_seeds",
+    "result_table",
+    "run_family_tests",
+    "seed_differences",
+    "test_metrics",
+    "write_card",
+    "write_report",
 ]  # fmt: skip

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from fedloom.formats import UNKNOWN_DASH, fixed
-from fedloom.lab.report.comparison.gains import MAX_LISTED_SITES, leader_of
+from fedloom.formats import UNKNOWN_DASH, format_fixed
+from fedloom.lab.report.comparison.gains import MAX_LISTED_SITES, find_leader
 from fedloom.lab.report.csv_files import render_csv
 from fedloom.lab.report.markup import render_scrolling_table
 from fedloom.lab.report.naming import describe_figure, titled
@@ -32,7 +32,7 @@ def group_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
     """Render an HTML table for each run with scored groups."""
     text = ""
     for run in runs:
-        best = leader_of(run, runs, rows, lead)
+        best = find_leader(run, runs, rows, lead)
         table = None if best is None else group_cells(run, best, lead)
         if best is None or table is None:
             continue
@@ -83,8 +83,8 @@ def _group_means(table: pa.Table, keys: Sequence[str]) -> dict[tuple[object, ...
 def _group_cell(means: dict[tuple[object, ...], float], client: int, group: str, lead: str) -> str:
     samples, value = means.get((client, group, SAMPLES_FIGURE), 0.0), means.get((client, group, lead))
     shown = describe_figure(lead)
-    number = UNKNOWN_DASH if value is None else fixed(value * shown.scale, 1 if shown.scale == 100 else 3)
-    return f"{number} ({fixed(samples, 0)})"
+    number = UNKNOWN_DASH if value is None else format_fixed(value * shown.scale, 1 if shown.scale == 100 else 3)
+    return f"{number} ({format_fixed(samples, 0)})"
 
 
 def groups_csv(runs: list[Run]) -> str:

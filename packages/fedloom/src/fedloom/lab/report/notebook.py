@@ -10,8 +10,8 @@ from markupsafe import Markup
 
 from fedloom import metrics
 from fedloom.errors import ConfigError
-from fedloom.formats import UNKNOWN_DASH, significant
-from fedloom.hints import nearest, unknown
+from fedloom.formats import UNKNOWN_DASH, format_significant
+from fedloom.hints import suggest_nearest, unknown_name_error
 from fedloom.lab.report.charts import kit, look
 from fedloom.lab.report.markup import render_part
 from fedloom.lab.report.naming import describe_figure, metric, titled
@@ -39,11 +39,11 @@ def draw_curve(table: pa.Table, name: str | None = None, part: str = "test") -> 
     Raises:
         ConfigError: the metric was not measured.
     """
-    shown = name or leading_metric_of(table)
+    shown = name or choose_leading_metric(table)
     return cast("LayerChart", look.make_notebook_chart(_curve_chart(_model_curves(table, shown, part), shown, part)))
 
 
-def leading_metric_of(table: pa.Table) -> str:
+def choose_leading_metric(table: pa.Table) -> str:
     """Return the most informative of the measured metrics."""
     return metrics.leading(set(table["metric"].unique().to_pylist()))
 
@@ -53,7 +53,7 @@ def notebook_page(table: pa.Table, title: str) -> str:
 
     The page does not load any external resources.
     """
-    name = leading_metric_of(table)
+    name = choose_leading_metric(table)
     scale, shown = metric(name).scale, titled(metric(name))
     heads = ["model", f"test {shown}", "worst 10 %", "validation"]
     rows = []
@@ -63,7 +63,9 @@ def notebook_page(table: pa.Table, title: str) -> str:
             for part, statistics in (("test", MEAN_NAMES), ("test", ("worst10",)), ("validation", MEAN_NAMES))
         ]
         if any(value is not None for value in figures):
-            rows.append([model, *(UNKNOWN_DASH if value is None else significant(value * scale) for value in figures)])
+            rows.append(
+                [model, *(UNKNOWN_DASH if value is None else format_significant(value * scale) for value in figures)]
+            )
     parts = [str(Markup("<p><b>{}</b></p>").format(title))]
     if rows:
         parts.append(html_table(heads, rows))
@@ -98,8 +100,10 @@ def comparison_chart(estimates: Mapping[str, Estimate], name: str) -> LayerChart
         seeds += [{"method": label, "seed": s, "value": v * shown.scale} for s, v in estimates[label].finite.items()]
     y, x = kit.nominal_channel("method", order), kit.number("value", titled(shown))
     hints = kit.tooltip(("method", "Method"), ("seed", "Seed"), ("value", titled(shown), ".4~g"))
-    single = kit.mark("point", {"x": x, "y": y, "tooltip": hints}, data="seeds", size=24, opacity=0.35, filled=True)
-    spec = kit.layer_chart(single, *kit.intervals({"y": y}, x, tooltip=hints[::2]), width=380)
+    single = kit.mark_layer(
+        "point", {"x": x, "y": y, "tooltip": hints}, data="seeds", size=24, opacity=0.35, filled=True
+    )
+    spec = kit.layer_chart(single, *kit.interval_layers({"y": y}, x, tooltip=hints[::2]), width=380)
     return cast("LayerChart", look.make_notebook_chart({**spec, "datasets": {"rows": means, "seeds": seeds}}))
 
 
@@ -107,7 +111,7 @@ def _curve_chart(rows: list[dict[str, Any]], name: str, part: str) -> Spec:
     tint = {"field": "model", "type": "nominal", "title": None, "scale": {"domain": list(MODEL_KINDS)}}
     x, y = kit.number("round", "Round"), kit.number("value", f"{titled(metric(name))}, {part}")
     hints = kit.tooltip(("model", "Model"), ("round", "Round"), ("value", titled(metric(name)), ".4~g"))
-    line = kit.mark("line", {"x": x, "y": y, "color": tint, "tooltip": hints}, point=True)
+    line = kit.mark_layer("line", {"x": x, "y": y, "color": tint, "tooltip": hints}, point=True)
     return kit.layer_chart(line, width=380, height=200, datasets={"rows": rows})
 
 
@@ -116,10 +120,10 @@ def _model_curves(table: pa.Table, name: str, part: str, *, strict: bool = True)
     rows = found[0] if len(found[0]) else found[1]
     if strict and not len(rows):
         if part not in (parts := set(table["part"].to_pylist()) - {""}):
-            raise unknown("part", part, parts)
+            raise unknown_name_error("part", part, parts)
         measured = set(rows_where(table, part=part)["metric"].to_pylist())
         names = sorted({metric.rpartition("/")[0] for metric in measured if metric.endswith(MEAN_NAMES)})
-        raise ConfigError(f"{name!r} was not measured on the part {part!r}; {nearest(name, names)}")
+        raise ConfigError(f"{name!r} was not measured on the part {part!r}; {suggest_nearest(name, names)}")
     scale = metric(name).scale
     return [
         {"round": row["round"], "model": row["model"], "value": row["value"] * scale}

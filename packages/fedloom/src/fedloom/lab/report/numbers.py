@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedloom.formats import rounded
+from fedloom.formats import round_significant
 from fedloom.lab.report.naming import METRICS, metric
 from fedloom.lab.report.run import Integers, Key, Numbers, Points, Run
 from fedloom.metrics import leading, worst
@@ -132,9 +132,12 @@ class Estimate:
         count = len(self.finite)
         half = self.half if count >= MIN_SEEDS else math.nan
         ends = {"value": self.mean, "low": self.mean - half, "high": self.mean + half}
-        first: dict[str, float | int | None] = {"seed": None, **{k: rounded(v * scale) for k, v in ends.items()}}
+        first: dict[str, float | int | None] = {
+            "seed": None,
+            **{k: round_significant(v * scale) for k, v in ends.items()},
+        }
         few = self.finite.items() if 1 < count < MIN_SEEDS else ()
-        return [first | {"seeds": count}, *({"seed": seed, "value": rounded(v * scale)} for seed, v in few)]
+        return [first | {"seeds": count}, *({"seed": seed, "value": round_significant(v * scale)} for seed, v in few)]
 
 
 def half_width(values: Sequence[float], level: float = 0.05) -> float:
@@ -300,7 +303,7 @@ def method_rows(runs: list[Run]) -> list[Row]:
     return rows
 
 
-def run_of(runs: list[Run], row: Row) -> Run:
+def find_run(runs: list[Run], row: Row) -> Run:
     """Return the run that a row belongs to."""
     return next(run for run in runs if run.label == row.run or len(runs) == 1)
 
@@ -331,7 +334,7 @@ def leading_metric(runs: list[Run]) -> str:
     return leading(names)
 
 
-def seeds_of(run: Run, method: str) -> list[int]:
+def find_seeds(run: Run, method: str) -> list[int]:
     """Return the seeds of a method, sorted in ascending order."""
     named = {record.seed for record in run.summary.runs if record.method == method}
     return sorted(named | {key.seed for key in [*run.series, *run.totals] if key.method == method})
@@ -348,7 +351,7 @@ def _row_figures(run: Run, method: str, model: str) -> dict[str, Estimate]:
     lost = {record.seed for record in records if record.lost}
     early = lost | {record.seed for record in records if record.status == "interrupted"}
     by_name: dict[str, dict[int, float]] = {}
-    for seed in seeds_of(run, method):
+    for seed in find_seeds(run, method):
         for name in test_metrics(run, method, model):
             key = Key(method, seed, model, "test", name)
             test = benign_curve(run, key, "mean")

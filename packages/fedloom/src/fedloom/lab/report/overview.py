@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from fedloom.formats import UNKNOWN_DASH, factor, interval, pair, percent, write_total
+from fedloom.formats import UNKNOWN_DASH, format_factor, format_interval, format_pair, format_percent, write_total
 from fedloom.lab.report.charts.kit import find_off_axis_names
 from fedloom.lab.report.charts.tradeoffs import COST_AXES
 from fedloom.lab.report.comparison.conclusion import Conclusion
@@ -21,9 +21,9 @@ from fedloom.lab.report.comparison.contenders import Models, select_one_per_meth
 from fedloom.lab.report.comparison.criteria import Winner, find_winners, group_comparable_runs
 from fedloom.lab.report.markup import render_part
 from fedloom.lab.report.naming import COST_FIGURES, describe_figure, is_ratio, lowercase_title, metric
-from fedloom.lab.report.numbers import MIN_SEEDS, Row, leading_metric, run_of, seeds_of
+from fedloom.lab.report.numbers import MIN_SEEDS, Row, find_run, find_seeds, leading_metric
 from fedloom.lab.report.run import Run
-from fedloom.lab.report.tables import columns_of, render_cell
+from fedloom.lab.report.tables import list_columns, render_cell
 
 MAX_OPEN_NOTES = 4
 """Number of notes that are always visible. If there are more notes, the others are collapsed."""
@@ -122,14 +122,14 @@ def significance_text(winner: Winner, rows: list[Row]) -> str:
     other = rows[winner.runner_up]
     name = f"{other.name} {other.model}".strip()
     unit = " points" if criterion.unit == "%" else f" {criterion.unit}" if criterion.unit else ""
-    amount, half = interval(abs(winner.lead) * criterion.scale, winner.half * criterion.scale)
+    amount, half = format_interval(abs(winner.lead) * criterion.scale, winner.half * criterion.scale)
     behind = winner.lead < 0  # only over the common seeds: over all of its seeds, the winner is the best
     words = ("behind" if behind else "ahead of") if criterion.higher_is_better else ("above" if behind else "below")
-    lead = f"{pair(amount, half)}{unit} {words} {name}" + " over the common seeds" * behind
+    lead = f"{format_pair(amount, half)}{unit} {words} {name}" + " over the common seeds" * behind
     log = is_ratio(criterion.figure)
     if log:
         lead = (
-            f"{factor(winner.lead if criterion.higher_is_better else -winner.lead, winner.half)} {name}'s"
+            f"{format_factor(winner.lead if criterion.higher_is_better else -winner.lead, winner.half)} {name}'s"
             + " over the common seeds" * behind
         )
     if abs(winner.lead) <= TIE_TOLERANCE * (1.0 if log else abs(criterion.values[winner.row or 0].mean)):
@@ -161,7 +161,7 @@ def render_results(rows: list[Row], runs: Sequence[Run] = ()) -> str:
         runs: runs that contain the rows. The best row of a column is set in bold. It is chosen among rows with the
             same data and attack, or among all rows if no runs are given.
     """
-    columns = columns_of(rows)
+    columns = list_columns(rows)
     if not columns:
         return "<p>No results have been recorded yet.</p>"
     lead, *other_rows = columns
@@ -266,7 +266,9 @@ def note_list(runs: list[Run], rows: list[Row]) -> str:
 def report_notes(runs: list[Run], rows: list[Row]) -> list[str]:
     """Return notes of one sentence each: the notes of the report, followed by the warnings of the runs."""
     remarks = [
-        note for run in runs for note in _select_own_rows(run, [row for row in rows if run_of(runs, row) is run], rows)
+        note
+        for run in runs
+        for note in _select_own_rows(run, [row for row in rows if find_run(runs, row) is run], rows)
     ]
     where = {id(run): f"{run.label}: " if len(runs) > 1 else "" for run in runs}
     warnings = [where[id(run)] + warning for run in runs for warning in _run_warnings(run.summary.warnings)]
@@ -319,7 +321,9 @@ def _work_notes(run_rows: list[Row]) -> str:
         return ""
     roles = {row.role: row.method for row in reversed(run_rows) if row.method in work}
     least = roles.get("average") or min(work, key=work.__getitem__)
-    beyond = [f"{m} has {percent(w / work[least])}" for m, w in work.items() if w > UNEQUAL_WORK_RATIO * work[least]]
+    beyond = [
+        f"{m} has {format_percent(w / work[least])}" for m, w in work.items() if w > UNEQUAL_WORK_RATIO * work[least]
+    ]
     named = f" ({', '.join(beyond)} of the gradients of {least})" if work[least] and beyond else ""
     return (
         f"The methods did unequal work: {write_total(min(work.values()))} to {write_total(max(work.values()))} "
@@ -365,7 +369,7 @@ def _dropped_notes(run: Run) -> str:
 
 
 def _seed_notes(run: Run) -> str:
-    one = any(len(seeds_of(run, method)) == 1 for method in run.methods)
+    one = any(len(find_seeds(run, method)) == 1 for method in run.methods)
     return "There is only one seed, so there are no intervals and no tests." if one else ""
 
 

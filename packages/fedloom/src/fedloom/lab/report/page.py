@@ -31,7 +31,7 @@ from fedloom.lab.report.groups import groups_csv
 from fedloom.lab.report.numbers import Row, leading_metric, method_rows
 from fedloom.lab.report.reading import read_runs
 from fedloom.lab.report.run import Run
-from fedloom.lab.report.sections import sections_of
+from fedloom.lab.report.sections import make_sections
 from fedloom.lab.report.tables import csv_text
 from fedloom.outputs import FILE_KINDS, FileKind, check_output_file, is_run_directory
 from fedloom.rundir import REPORT_FILE, RESULT_FOLDERS
@@ -86,7 +86,7 @@ def write_report(
         tex = results_latex(runs, rows, columns, compare_model)
         compared = compare_pairs(runs, rows, baseline, compare_model, margin=check_margin(margin))
         by_site = site_gains(runs, rows, leading_metric(runs))
-        sections = sections_of(runs, rows, leading_metric(runs))
+        sections = make_sections(runs, rows, leading_metric(runs))
         conclusions = conclude_groups(runs, rows, baseline, compare_model, margin)
         text = render_document(runs, rows, shown, tex, compared, by_site, compare_model, sections, conclusions)
     contents = {"results.csv": csv_text(rows), "results.tex": tex}

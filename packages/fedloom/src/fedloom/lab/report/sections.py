@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pyarrow.parquet as pq
 
 from fedloom.errors import RunDirError
-from fedloom.formats import option
+from fedloom.formats import format_option
 from fedloom.lab.report.csv_files import render_csv
 from fedloom.lab.report.markup import render_scrolling_table
 from fedloom.lab.report.numbers import Row
@@ -42,7 +42,7 @@ class Section(NamedTuple):
 MakeSection = Callable[[list[Run], list[Row], str], Section | None]
 
 
-def sections_of(runs: list[Run], rows: list[Row], lead: str) -> dict[str, Section]:
+def make_sections(runs: list[Run], rows: list[Row], lead: str) -> dict[str, Section]:
     """Return the sections of all analyses that the runs recorded, keyed by the kind of analysis.
 
     Args:
@@ -101,4 +101,4 @@ def _recorded_names(path: Path) -> list[dict[str, Any]]:
 
 
 def _rounded_cell(value: object) -> str:
-    return "" if value is None else option(value) if isinstance(value, float) else str(value)
+    return "" if value is None else format_option(value) if isinstance(value, float) else str(value)

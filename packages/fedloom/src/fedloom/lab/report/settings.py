@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedloom.formats import option, write_total
+from fedloom.formats import format_option, write_total
 from fedloom.lab.report.markup import render_part, render_scrolling_table
 from fedloom.lab.report.run import Run
 from fedloom.rundir import compared_tables
@@ -63,7 +63,7 @@ def _settings_text(value: object) -> str:
         return ", ".join(_settings_text(item) for item in value)
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "" if value is None else option(value, 6)
+    return "" if value is None else format_option(value, 6)
 
 
 def _shared_settings(methods: list[dict[str, Any]]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedloom.formats import fixed, percent, significant
+from fedloom.formats import format_fixed, format_percent, format_significant
 from fedloom.lab.report.markup import render_scrolling_table
 from fedloom.lab.report.run import Run
 from fedloom.rundir import SiteSummary
@@ -33,7 +33,7 @@ def site_tables(runs: list[Run]) -> str:
             )  # fmt: skip
             if any(s is not None for s in stale):
                 heads = (*heads, "Mean staleness")
-                lines = [[*line, "" if s is None else fixed(s, 1)] for line, s in zip(lines, stale, strict=True)]
+                lines = [[*line, "" if s is None else format_fixed(s, 1)] for line, s in zip(lines, stale, strict=True)]
             parts.append(render_scrolling_table(f"Sites of {run.label}", heads, lines, (4, 6), title))
     return "".join(parts)
 
@@ -54,7 +54,7 @@ def privacy_tables(runs: list[Run]) -> str:
         if spent:
             rounds = sorted(set[int]().union(*spent.values()))
             places = np.unique(np.linspace(0, len(rounds) - 1, MAX_ROUND_LINES).round().astype(int))
-            values = [[significant(spent[m][t]) if t in spent[m] else "" for m in spent] for t in rounds]
+            values = [[format_significant(spent[m][t]) if t in spent[m] else "" for m in spent] for t in rounds]
             lines = [[f"{rounds[k]}", *values[k]] for k in places]
             title = run.label if len(runs) > 1 else ""
             parts.append(render_scrolling_table(f"Privacy spent in {run.label}", ("Round", *spent), lines, title=title))
@@ -62,7 +62,7 @@ def privacy_tables(runs: list[Run]) -> str:
 
 
 def _site_line(name: str, site: SiteSummary, rounds: int) -> list[str]:
-    share = percent(site.accepted / rounds) if rounds else ""
+    share = format_percent(site.accepted / rounds) if rounds else ""
     last = (site.last_reply or "")[:19].replace("T", " ") or ("none accepted" if site.rejected else "never")
     why = "; ".join(f"step {step}: {one.reason} ({one.count})" for step, one in site.rejected.items())
     rejected = sum(one.count for one in site.rejected.values())

@@ -12,7 +12,16 @@ from typing import TypeVar
 import pyarrow as pa
 
 from fedloom.errors import ConfigError
-from fedloom.formats import PERCENT_DECIMALS, PLAIN_DECIMALS, UNKNOWN_DASH, factor, finite, interval, pair, write_total
+from fedloom.formats import (
+    PERCENT_DECIMALS,
+    PLAIN_DECIMALS,
+    UNKNOWN_DASH,
+    finite_or_none,
+    format_factor,
+    format_interval,
+    format_pair,
+    write_total,
+)
 from fedloom.lab.report.comparison.criteria import HighlightedRows
 from fedloom.lab.report.csv_files import render_csv
 from fedloom.lab.report.naming import COST_FIGURES, FEDERATION_FIGURES, METRICS, describe_figure, is_ratio, titled
@@ -61,8 +70,8 @@ def make_arrow_table(rows: list[Row]) -> pa.Table:
     for name in dict.fromkeys(name for row in rows for name in row.figures):
         column = column_of(name)
         estimates = [row.figures.get(name) for row in rows]
-        columns[column] = [finite(e.mean) if e else None for e in estimates]
-        columns[f"{column}_ci95"] = [finite(e.half) if e else None for e in estimates]
+        columns[column] = [finite_or_none(e.mean) if e else None for e in estimates]
+        columns[f"{column}_ci95"] = [finite_or_none(e.half) if e else None for e in estimates]
         columns[f"{column}_seeds"] = [len(e.finite) if e else None for e in estimates]
     return pa.table(columns)
 
@@ -82,7 +91,7 @@ def csv_text(rows: list[Row]) -> str:
     return render_csv(table.column_names, table.to_pylist())
 
 
-def columns_of(rows: list[Row]) -> dict[str, str]:
+def list_columns(rows: list[Row]) -> dict[str, str]:
     """Return the titles of the metrics in the HTML table, keyed by metric. The primary metric comes first."""
     have = {name for row in rows for name, estimate in row.figures.items() if estimate.finite}
     lead = leading(have)
@@ -107,7 +116,7 @@ def latex_columns(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[
     Raises:
         ConfigError: a chosen metric does not exist.
     """
-    shown = columns_of(rows)
+    shown = list_columns(rows)
     if chosen is None:
         order = [
             name for name in headline_metrics(next(iter(shown), "")) if name in shown and name not in TERMINAL_FIGURES
@@ -136,7 +145,7 @@ def render_cell(name: str, estimate: Estimate | None) -> tuple[str, str]:
 
 def cell_text(name: str, estimate: Estimate | None) -> str:
     """Format a metric and its interval as text."""
-    return pair(*render_cell(name, estimate))
+    return format_pair(*render_cell(name, estimate))
 
 
 def render_measured(name: str, mean: float, half: float) -> tuple[str, str]:
@@ -147,7 +156,7 @@ def render_measured(name: str, mean: float, half: float) -> tuple[str, str]:
     return (
         (write_total(mean * scale), "")
         if name in COST_FIGURES
-        else interval(mean * scale, half * scale, decimals_of_metric(name))
+        else format_interval(mean * scale, half * scale, decimals_of_metric(name))
     )
 
 
@@ -158,8 +167,8 @@ def write_difference(name: str, mean: float, half: float) -> tuple[str, str]:
     """
     scale = describe_figure(name).scale
     if is_ratio(name):
-        return factor(mean, half), ""
-    return interval(mean * scale, half * scale, decimals_of_metric(name), signed=True)
+        return format_factor(mean, half), ""
+    return format_interval(mean * scale, half * scale, decimals_of_metric(name), signed=True)
 
 
 def decimals_of_metric(name: str) -> tuple[int, int]:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from fedloom.lab.tune.search import SearchResult, check_values, replace_params, space_of
+from fedloom.lab.tune.search import SearchResult, build_search_space, check_values, replace_params
 from fedloom.lab.tune.trial import Trial, make_scored_setting
 from fedloom.lab.tune.tuning import Tuning
 from fedloom.lab.tune.work import Budget, plain_budget
 
 __all__ = [
-    "Budget", "SearchResult", "Trial", "Tuning", "check_values", "make_scored_setting", "plain_budget",
-    "replace_params", "space_of",
+    "Budget",
+    "SearchResult",
+    "Trial",
+    "Tuning",
+    "build_search_space",
+    "check_values",
+    "make_scored_setting",
+    "plain_budget",
+    "replace_params",
 ]  # fmt: skip

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedloom.formats import percent, significant
+from fedloom.formats import format_percent, format_significant
 from fedloom.lab.experiment.tuning import Dimension, Range, Tune
-from fedloom.lab.report.charts.kit import Figure, mark, number, panels
+from fedloom.lab.report.charts.kit import Figure, facet_panels, mark_layer, number
 from fedloom.lab.report.charts.kit import layer_chart as parts
 from fedloom.lab.report.csv_files import render_csv
 from fedloom.lab.report.naming import metric as named
@@ -81,7 +81,7 @@ def _report_page(name: str, tune: Tune, goal: Goal, findings: Sequence[SearchRes
             share = "" if goal.samples is None else " - |"
             lines.append(f"| {label} | {f.study.model} | - | no trial completed | - | - |{share} {ends} |")
             continue
-        share = "" if f.share is None else f" {percent(f.share, 1)} |"
+        share = "" if f.share is None else f" {format_percent(f.share, 1)} |"
         lines.append(
             f"| {label} | {f.study.model} | {_trial_value_text(b, goal)} | {b.setting} | {b.rounds} | "
             f"{b.samples_backward:,} |{share} {ends} |"
@@ -133,8 +133,8 @@ def _search_chart(goal: Goal, findings: Sequence[SearchResult]) -> Figure:
     shown = named(goal.metric)
     state = {"field": "state", "type": "nominal", "title": None}
     value_axis = number("value", f"Validation {shown.title.lower()}")
-    points = mark("point", {"x": number("trial", "Trial"), "y": value_axis, "color": state, "shape": state})
-    chart = panels(parts(points), "method", [row["method"] for row in rows], None)
+    points = mark_layer("point", {"x": number("trial", "Trial"), "y": value_axis, "color": state, "shape": state})
+    chart = facet_panels(parts(points), "method", [row["method"] for row in rows], None)
     caption = "Every trial's score after its last round. Stopped trials are shown with their score when they stopped."
     return Figure("trials", "tuning", "trials", "Every trial", caption, chart, {"rows": rows}, "facet")
 
@@ -146,7 +146,7 @@ def _goal_statistic_text(goal: Goal) -> str:
 
 def _trial_value_text(trial: Trial, goal: Goal) -> str:
     assert trial.value is not None
-    return significant(trial.value * named(goal.metric).scale)
+    return format_significant(trial.value * named(goal.metric).scale)
 
 
 def _dimension_text(dimension: Dimension) -> str:

@@ -23,8 +23,8 @@ from optuna.samplers import GridSampler, TPESampler
 
 from fedloom.engine.privacy import find_accounted_noise
 from fedloom.errors import ConfigError, write_singular
-from fedloom.formats import percent
-from fedloom.hints import unknown
+from fedloom.formats import format_percent
+from fedloom.hints import unknown_name_error
 from fedloom.lab.experiment import Experiment, parse
 from fedloom.lab.experiment.schema import Method
 from fedloom.lab.experiment.tuning import Dimension, Range, Tune
@@ -34,7 +34,7 @@ from fedloom.local import LocalSGD
 from fedloom.seeds import generator, words
 from fedloom.values import fields_of
 
-Read = Callable[[Mapping[str, Any], str], Experiment]
+ReadExperiment = Callable[[Mapping[str, Any], str], Experiment]
 """Function that converts a document to an experiment. It also receives the document's name for error messages, and
 raises ConfigError if the document is invalid."""
 ALL_METHODS = "all"
@@ -50,7 +50,7 @@ def read_default_spaces() -> tuple[Mapping[str, Mapping[str, Dimension]], Mappin
     return Tune(space=tables).space, sources
 
 
-def space_of(method: Method, tune: Tune, where: str) -> dict[str, Dimension]:
+def build_search_space(method: Method, tune: Tune, where: str) -> dict[str, Dimension]:
     """Return the search space of a method's settings.
 
     Changes in the experiment replace the defaults, and entries for a single method replace entries for all methods.
@@ -65,7 +65,7 @@ def space_of(method: Method, tune: Tune, where: str) -> dict[str, Dimension]:
         for name in dict.fromkeys((ALL_METHODS, method.algorithm, method.label)):
             for key, dimension in table.get(name, {}).items():
                 if key not in settings_of_method:
-                    raise unknown("setting", key, settings_of_method, f"{where}: [tune.space.{name}]")
+                    raise unknown_name_error("setting", key, settings_of_method, f"{where}: [tune.space.{name}]")
                 space[key] = dimension
     return {key: dimension for key, dimension in sorted(space.items()) if dimension}
 
@@ -79,11 +79,11 @@ def check_names(experiment: Experiment, where: str) -> None:
     names = [ALL_METHODS, *(name for m in experiment.methods for name in (m.label, m.algorithm))]
     for name in experiment.tune.space:
         if name not in names:
-            raise unknown("method", name, dict.fromkeys(names), f"{where}: [tune.space]")
+            raise unknown_name_error("method", name, dict.fromkeys(names), f"{where}: [tune.space]")
 
 
 def check_values(
-    document: Mapping[str, Any], place: int, space: Mapping[str, Dimension], where: str, read: Read = parse
+    document: Mapping[str, Any], place: int, space: Mapping[str, Dimension], where: str, read: ReadExperiment = parse
 ) -> None:
     """Raise an error if a search space contains a value that the method does not accept.
 
@@ -156,7 +156,7 @@ class Search:
         self, space: Mapping[str, Dimension], tune: Tune, label: str, higher: bool, first: Params | None
     ) -> None:
         self.space = {key: _optuna_distribution(dimension) for key, dimension in space.items()}
-        self.settings, self.higher = settings_of(space), higher
+        self.settings, self.higher = count_settings(space), higher
         self._tune, self._label, self._first = tune, label, first
         self._grid = self._shuffle_settings(space) if self.is_exhaustive else None
 
@@ -249,7 +249,7 @@ def report_overspending(findings: Sequence[SearchResult]) -> list[str]:
     return [
         write_singular(
             f"{f.study.method.label} did a different amount of work: in its {f.best.rounds} rounds, it computed "
-            f"{percent(f.share)} of the gradients of {f.study.goal.rounds} plain rounds."
+            f"{format_percent(f.share)} of the gradients of {f.study.goal.rounds} plain rounds."
         )
         for f in findings
         if f.best is not None and f.share is not None and f.share > MAX_BUDGET_RATIO
@@ -291,7 +291,7 @@ def _privacy_cost_warning(findings: Sequence[SearchResult]) -> list[str]:
     ]
 
 
-def settings_of(space: Mapping[str, Dimension]) -> float:
+def count_settings(space: Mapping[str, Dimension]) -> float:
     """Return the number of different settings in a space, or inf if it contains a range."""
     return math.prod(math.inf if isinstance(choices, Range) else len(set(choices)) for choices in space.values())
 

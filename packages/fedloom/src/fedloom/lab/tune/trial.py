@@ -26,7 +26,7 @@ from fedloom.engine.setup import make_problem
 from fedloom.engine.simulate import Progress, simulate
 from fedloom.engine.state import State
 from fedloom.errors import CodeError, ConfigError, FedloomError, InvalidValue, Refused, RunDirError, RunStopped, Stop
-from fedloom.formats import options
+from fedloom.formats import format_options
 from fedloom.lab.experiment.schema import Method
 from fedloom.lab.tune.work import Goal
 from fedloom.metrics import METRICS, leading
@@ -91,7 +91,7 @@ class Trial(Value):
 
 def setting_text(params: Params) -> str:
     """Return the values of a setting as one line of text."""
-    return options(params)
+    return format_options(params)
 
 
 class TrialJournal:

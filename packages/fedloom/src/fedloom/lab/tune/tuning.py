@@ -21,7 +21,7 @@ from fedloom.engine.checks.moved import update_document
 from fedloom.engine.setting import Engine, Setting
 from fedloom.engine.setup import check
 from fedloom.engine.workers import note_idle_workers
-from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop, entered
+from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop, adapt_wording
 from fedloom.lab.experiment import Experiment, parse
 from fedloom.lab.experiment.events import EVENT_INTERVAL_SECONDS, EventEmitter, EventQueue, Listener
 from fedloom.lab.experiment.file import difference_to_recorded
@@ -41,17 +41,17 @@ from fedloom.lab.experiment.units.travel import (
 )
 from fedloom.lab.tune.report import SEARCH_REPORT_FILES, write_report
 from fedloom.lab.tune.search import (
-    Read,
+    ReadExperiment,
     Search,
     SearchResult,
     Study,
+    build_search_space,
     check_names,
     check_values,
     file_setting_values,
     note_limits,
     replace_params,
     report_overspending,
-    space_of,
 )
 from fedloom.lab.tune.trial import (
     TRIAL_PART,
@@ -68,11 +68,11 @@ from fedloom.outputs import check_output_folder
 from fedloom.processes.distributed import check_alone
 from fedloom.processes.pool import WorkerPool
 from fedloom.processes.signals import interruptible
-from fedloom.rundir import WORK_FOLDER, check_case, file_name, label_of
+from fedloom.rundir import WORK_FOLDER, check_case, file_name, get_label
 from fedloom.storage.claims import Claims, UnitClaim
 from fedloom.storage.files import is_unused, make_folder, refuse_links, write_atomic
 from fedloom.storage.locks import lock
-from fedloom.values import dump, find_difference, flatten_document
+from fedloom.values import dump_value, find_difference, flatten_document
 
 TRIAL_FREE_PARTS = ("seeds", "name", "evaluate")
 """Keys of an experiment that do not affect trials."""
@@ -106,7 +106,7 @@ class Tuning:
         DataError: the data cannot be read.
     """
 
-    @entered("file")
+    @adapt_wording("file")
     def __init__(
         self,
         document: Mapping[str, Any],
@@ -115,7 +115,7 @@ class Tuning:
         data_dir: Path | None = None,
         *,
         force: bool = False,
-        read: Read = parse,
+        read: ReadExperiment = parse,
         clients: Callable[[int], Federation] | None = None,
     ) -> None:
         check_alone("a search for settings")
@@ -125,7 +125,7 @@ class Tuning:
         check_output_folder(out, (where, self.experiment.source_options.get("source")), entries=SEARCH_ENTRIES)
         self._document = {key: value for key, value in document.items() if key != "tune"}
         check_names(self.experiment, where)
-        spaces = [space_of(method, self.tune, where) for method in self.experiment.methods]
+        spaces = [build_search_space(method, self.tune, where) for method in self.experiment.methods]
         for place, space in enumerate(spaces):
             if not space:
                 label = self.experiment.methods[place].label
@@ -148,7 +148,7 @@ class Tuning:
                 "data. Set [partition] validation, for example 0.1"
             )
         rounds = self.tune.rounds or self.experiment.common.rounds
-        budget = self._budget(rounds) if self.tune.equal_work and self.tune.simulated_seconds is None else None
+        budget = self._measure_budget(rounds) if self.tune.equal_work and self.tune.simulated_seconds is None else None
         wanted, _, statistic = (self.tune.metric or "").partition("/")
         self.studies: list[Study] = []
         for place, (method, space) in enumerate(zip(self.experiment.methods, spaces, strict=True)):
@@ -226,7 +226,7 @@ class Tuning:
                 if join:
                     return self._run_joined(search, share, tuned=tuned)
                 check_case(self.out, [study.method.label for study in self.studies])
-                self._claim()
+                self._claim_directory()
                 if (self.out / WORK_FOLDER).exists():
                     self._take_over_trials(Claims(self.out / WORK_FOLDER))
 
@@ -250,14 +250,14 @@ class Tuning:
         luggage = pack_experiment(self.experiment, self._checksum(), tune=tune)
         with lock(self.out), interruptible() as interrupted:
             check_case(self.out, [study.method.label for study in self.studies])
-            self._claim()
+            self._claim_directory()
             if (self.out / WORK_FOLDER).exists():
                 self._take_over_trials(Claims(self.out / WORK_FOLDER))
-            studies = [s for s in self.studies if not s.search.ended(self._journal(s, self.out).trials)]
+            studies = [s for s in self.studies if not s.search.ended(self._open_journal(s, self.out).trials)]
             units = [json.dumps({"label": study.method.label, "rounds": study.goal.rounds}) for study in studies]
             for k, reply in compute_units(executor, luggage, units, interrupted, compute_search):
                 write_atomic(self._log(studies[k], self.out), reply.files[LOG_FILE])
-                for trial in self._journal(studies[k], self.out).trials:
+                for trial in self._open_journal(studies[k], self.out).trials:
                     on_trial(studies[k].method.label, trial)
             return self._write_findings(tuned=tuned)
 
@@ -268,14 +268,14 @@ class Tuning:
         """
         (study,) = self.studies
         self._stopped = False
-        self._claim()
+        self._claim_directory()
         self._tune(study, lambda *_: None, lambda label, run: EventEmitter((), label, run), 1, self.out)
-        ended = study.search.ended(self._journal(study, self.out).trials)
+        ended = study.search.ended(self._open_journal(study, self.out).trials)
         return self._log(study, self.out).read_bytes() if ended else None
 
     def _write_findings(self, *, tuned: bool) -> list[SearchResult]:
         """Write all files of the search, and return the result for each method."""
-        findings = [self._result_of(study) for study in self.studies]
+        findings = [self._make_result(study) for study in self.studies]
         if not all(f.study.search.ended(f.trials) for f in findings):
             raise RunStopped(Stop.INTERRUPTED, f"{sum(len(f.trials) for f in findings)} trials are saved in {self.out}")
         write_report(self.out, self.experiment.head.name, self.tune, self.goal, findings, tuned=tuned)
@@ -306,7 +306,7 @@ class Tuning:
                 "use the same file. To change the file, wait until all processes have ended. If no "
                 f"process is left, delete {self.out / WORK_FOLDER}"
             )
-        session.begin(self._claim)
+        session.begin(self._claim_directory)
         names = [file_name(study.method.label) for study in self.studies]
         units = [WorkUnit(name, self.out / WORK_FOLDER / name / "done") for name in names]
 
@@ -317,7 +317,7 @@ class Tuning:
                 if before is not None and not log.exists() and self._log(self.studies[k], before).exists():
                     write_atomic(log, self._log(self.studies[k], before).read_bytes())
             search(k, claim.state)
-            if not self.studies[k].search.ended(self._journal(self.studies[k], claim.state).trials):
+            if not self.studies[k].search.ended(self._open_journal(self.studies[k], claim.state).trials):
                 raise KeyboardInterrupt
 
         def write() -> None:
@@ -328,7 +328,7 @@ class Tuning:
         results = list[SearchResult]()
         session.work(units, do, share)
         session.finish(write)
-        return results or [self._result_of(study) for study in self.studies]
+        return results or [self._make_result(study) for study in self.studies]
 
     def _take_over_trials(self, claims: Claims) -> None:
         """Take over the trials of processes that joined the search and have since ended."""
@@ -344,7 +344,7 @@ class Tuning:
         self, study: Study, on_trial: OnTrial, emitter: Callable[[str, Setting], EventEmitter], workers: int, out: Path
     ) -> None:
         """Run the missing trials of a method, with their journal and their checkpoints in the folder ``out``."""
-        journal, folder = self._journal(study, out), out / "checkpoints" / file_name(study.method.label)
+        journal, folder = self._open_journal(study, out), out / "checkpoints" / file_name(study.method.label)
         with interruptible() as interrupted:
             while not study.search.ended(journal.trials) and not self._stopped:
                 trial = study.search.ask(journal.trials)
@@ -365,11 +365,11 @@ class Tuning:
         if study.search.ended(journal.trials):
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _result_of(self, study: Study) -> SearchResult:
-        trials = self._journal(study, self.out).trials[: self.tune.trials]
+    def _make_result(self, study: Study) -> SearchResult:
+        trials = self._open_journal(study, self.out).trials[: self.tune.trials]
         return SearchResult(study, trials, study.search.best(trials))
 
-    def _journal(self, study: Study, out: Path) -> TrialJournal:
+    def _open_journal(self, study: Study, out: Path) -> TrialJournal:
         return TrialJournal(self._log(study, out), study.method.label, study.search.higher)
 
     def _log(self, study: Study, out: Path) -> Path:
@@ -407,7 +407,7 @@ class Tuning:
             needed = max(1, round(best.rounds * wanted / study.goal.rounds / (finding.share or 1.0)))
         return {} if needed == wanted else {"rounds": needed}
 
-    def _budget(self, rounds: int) -> Budget:
+    def _measure_budget(self, rounds: int) -> Budget:
         """Measure the compute budget: the cost of local training for some rounds, with the first seed."""
         plain = {**self._document, "method": [{"algorithm": "fedavg"}]}
         for table in ("aggregation_weights", "personalized_aggregation", "aggregator", "upload_transform"):
@@ -445,7 +445,7 @@ class Tuning:
                 f"{out} contains a different search: {difference}. Choose another --out, or start over with --force"
             )
 
-    def _claim(self) -> None:
+    def _claim_directory(self) -> None:
         """Claim the directory for this search. Existing results are deleted if ``force`` is set."""
         self._check_directory()
         if self._force:
@@ -467,7 +467,7 @@ class Tuning:
         for free in Engine.free:
             settings["engine"].pop(free, None)
         spaces = {s.method.label: {k: _dimension_table(d) for k, d in s.space.items()} for s in self.studies}
-        tune = {**dump(self.tune), "space": spaces, "seeds": list(self.goal.seeds), "rounds": self.goal.rounds}
+        tune = {**dump_value(self.tune), "space": spaces, "seeds": list(self.goal.seeds), "rounds": self.goal.rounds}
         if not self.tune.equal_work:
             tune["rounds_of"] = {study.method.label: study.goal.rounds for study in self.studies}
         return {**settings, "tune": tune}
@@ -496,7 +496,7 @@ def compute_search(experiment: str, unit: str, data: bytes | None = None) -> byt
     label = key["label"]
     with unit_folder() as folder:
         document = read_document(experiment)
-        document["method"] = [table for table in document["method"] if label_of(table) == label]
+        document["method"] = [table for table in document["method"] if get_label(table) == label]
         document["method"][0]["rounds"] = key["rounds"]
         document["tune"]["space"] = {label: document["tune"]["space"][label]}
         search = Tuning(document, "executor", folder, clients=partial(read_federation, experiment))
@@ -505,7 +505,7 @@ def compute_search(experiment: str, unit: str, data: bytes | None = None) -> byt
 
 
 def _dimension_table(dimension: Dimension) -> Any:
-    return list(dimension) if isinstance(dimension, tuple) else dump(dimension)
+    return list(dimension) if isinstance(dimension, tuple) else dump_value(dimension)
 
 
 def _changed_setting_message(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -519,7 +519,7 @@ def _changed_setting_message(before: dict[str, Any], now: dict[str, Any]) -> str
         before, now, rf"{'|'.join(TRIAL_FREE_PARTS)}|evaluate\..*|{free}|rounds|method .*: rounds"
     ):
         return key_and_values
-    was, new = (flatten_document({"tune": {**dump(Tune()), **tune}}) for tune in tunes)
+    was, new = (flatten_document({"tune": {**dump_value(Tune()), **tune}}) for tune in tunes)
     options = {f"tune.{name}" for name in Tune.model_fields}
     wanted = (options | was.keys() & new.keys()) - {"tune.trials"}
     return find_difference(*({key: tune[key] for key in wanted & tune.keys()} for tune in (was, new)))

@@ -9,7 +9,7 @@ from torch import nn
 
 from fedloom.errors import Refused
 from fedloom.local.oracles.base import Oracle
-from fedloom.local.oracles.fused import Fused, chains_of
+from fedloom.local.oracles.fused import Fused, find_chains
 from fedloom.local.oracles.looped import Looped
 from fedloom.local.oracles.network import Network
 from fedloom.local.oracles.precision import Precision, check_bf16, check_tf32
@@ -91,7 +91,7 @@ def make_oracle(
 
 def _choose_oracle(module: nn.Module, fed: Federation) -> str:
     cpu = fed.device.type == "cpu"
-    if chains_of(module) is not None and (cpu or not isinstance(module, MultiBodyNetwork)) and not fed.data.each:
+    if find_chains(module) is not None and (cpu or not isinstance(module, MultiBodyNetwork)) and not fed.data.each:
         return "compiled"
     return "loop" if cpu or _needs_loop(module, fed) or fails_stacked(module, fed) else "vmap"
 
@@ -129,6 +129,15 @@ def chunk_count(m: int, limit: int) -> int:
 
 
 __all__ = [
-    "Fused", "Looped", "Network", "Oracle", "Quadratic", "Stacked", "chains_of", "chunk_count", "chunk_limit",
-    "loop_reason", "make_oracle",
+    "Fused",
+    "Looped",
+    "Network",
+    "Oracle",
+    "Quadratic",
+    "Stacked",
+    "chunk_count",
+    "chunk_limit",
+    "find_chains",
+    "loop_reason",
+    "make_oracle",
 ]  # fmt: skip

@@ -38,7 +38,7 @@ class HeadNetwork:
         self._holder = ParameterHolder(module, [*self.parameters])
 
     @cached_property
-    def represents(self) -> bool:
+    def computes_representation(self) -> bool:
         """True if this part of the network computes the representation, not a body."""
         return penultimate_layer(self._module) not in self._module.bodies()
 
@@ -97,11 +97,11 @@ class HeadNetwork:
     def _call(self, parameters: dict[str, Tensor], *ends: Tensor) -> tuple[Tensor, Tensor]:
         """Return a client's outputs ``[b, c]`` and, if this part computes it, the representation ``[b, k]``."""
         with (
-            self._holder.holding([*parameters.values()]),
-            record_layer_calls(self._layer if self.represents else None) as features,
+            self._holder.hold([*parameters.values()]),
+            record_layer_calls(self._layer if self.computes_representation else None) as features,
         ):
             outputs = self._module.above(*ends)
-        return outputs, features[-1].flatten(1) if self.represents else outputs
+        return outputs, features[-1].flatten(1) if self.computes_representation else outputs
 
     @cached_property
     def _layer(self) -> nn.Module:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedloom.local.oracles.pooling import Pooled
+from fedloom.local.oracles.pooling import PoolingMode
 from fedloom.models import head_prefixes, penultimate_layer
 from fedloom.models.dropout import Dropout
 from fedloom.seeds import forked
@@ -22,7 +22,7 @@ CPU_ACTIVATION, GPU_ACTIVATION = 16 << 20, 256 << 20
 """Maximum size of the largest activation in an evaluation pass, in bytes. If `FORWARD_SAMPLES` were the only limit, a
 CNN would take two to three times as long."""
 
-USUAL_BATCH = 20
+TYPICAL_BATCH_SIZE = 20
 """Assumed number of samples per step when comparing the sizes of pooled activations and convolution weights."""
 
 
@@ -151,8 +151,8 @@ def memory_format(module: nn.Module, sample: Tensor) -> torch.memory_format:
     if not weights or sample.dim() != 4 or sample.device.type != "cpu":
         return torch.contiguous_format
     try:
-        with torch.no_grad(), forked(sample.device), Pooled() as pooled:
+        with torch.no_grad(), forked(sample.device), PoolingMode() as pooled:
             module.eval()(repeat_single(sample).clone(memory_format=torch.channels_last))
     except RuntimeError:  # for example a view() in user code
         return torch.contiguous_format
-    return torch.channels_last if USUAL_BATCH * pooled.elements >= weights else torch.contiguous_format
+    return torch.channels_last if TYPICAL_BATCH_SIZE * pooled.elements >= weights else torch.contiguous_format

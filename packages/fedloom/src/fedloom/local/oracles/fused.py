@@ -56,7 +56,7 @@ ACTIVATION_DERIVATIVES: dict[type[nn.Module], Backward] = {
 z, output h)."""
 
 
-def chain_of(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
+def find_chain(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
     """Return the (name, layer) steps of a network that Fused supports, or None if it contains any other layer."""
     if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
         return None
@@ -88,7 +88,7 @@ class LayerChain(NamedTuple):
     first_linear: int
 
 
-def chains_of(module: nn.Module) -> list[LayerChain] | None:
+def find_chains(module: nn.Module) -> list[LayerChain] | None:
     """Return the chain of a network or the chains of its bodies, or None if Fused does not support one of them."""
     bodies, chains = {"": module}, list[LayerChain]()
     if isinstance(module, MultiBodyNetwork):
@@ -100,7 +100,7 @@ def chains_of(module: nn.Module) -> list[LayerChain] | None:
             return None
         bodies = module.bodies()
     for prefix, body in bodies.items():
-        steps = chain_of(body)
+        steps = find_chain(body)
         if steps is None:
             return None
         steps = [(f"{prefix}.{name}" if prefix else name, layer) for name, layer in steps]
@@ -121,7 +121,7 @@ class Fused(TermNetwork):
 
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
         super().__init__(module, task, fed, augment)
-        chains = chains_of(self.module)
+        chains = find_chains(self.module)
         if chains is None or fed.data.each:
             raise Refused(
                 "gradient engine 'compiled' requires a sequence of linear layers and pointwise activations",
@@ -151,14 +151,14 @@ class Fused(TermNetwork):
 
         Terms are computed in the same pass if the representation is above the bodies.
         """
-        if terms and (self.above is None or not self.above.represents):
+        if terms and (self.above is None or not self.above.computes_representation):
             self.addgrad_(out, w, batch, beta, alpha, steady)
             return self.add_terms_(out, w, batch, functions, terms, alpha)
         if terms:
             self._check_terms()
         elif self._fits(out, random=batch.draw.stream != PASS_STREAM):
             whole = CompiledProducts(self.layout, out, w, beta, alpha, steady)
-            return whole.add_gradients_(self._layers, self._stored(out, batch), batch.count, batch.total)
+            return whole.add_gradients_(self._layers, self._pack_samples(out, batch), batch.count, batch.total)
         data = self.samples(batch, step=True)
         masks = self._masks(batch, data.counts) if self.dropouts else {}
         kind = CompiledProducts if CompiledProducts.fits(out) else BatchedProducts
@@ -168,7 +168,9 @@ class Fused(TermNetwork):
             deltas = [output_gradients(self.task, values[0][-1], data)]
         else:
             ends = [inputs[-1] for inputs in values]
-            anchors = [[self._represented(kind, a.contiguous(), data) for a in term.anchors] for term in terms]
+            anchors = [
+                [self._compute_representations(kind, a.contiguous(), data) for a in term.anchors] for term in terms
+            ]
             gradients, deltas = self.above.slopes(w, ends, data, batch.total, functions, terms, anchors)
             targets, constant = self.layout.tree(out), {} if steady is None else self.layout.tree(steady)
             for name in self.above.parameters:
@@ -180,7 +182,7 @@ class Fused(TermNetwork):
         for chain, inputs, delta in zip(self.chains, values, deltas, strict=True):
             self._backward(chain, products, masks, inputs, delta)
 
-    def _represented(self, kind: type[Products], w: Tensor, data: Samples) -> Tensor:
+    def _compute_representations(self, kind: type[Products], w: Tensor, data: Samples) -> Tensor:
         """Return the representations ``[m, b, k]`` of the models ``w [m, d]``, computed above the bodies."""
         assert self.above is not None
         products = kind(self.layout, w, w, 1.0, 1.0, None)
@@ -245,14 +247,14 @@ class Fused(TermNetwork):
                 layers[-1][-1] = 1
         return layers
 
-    def _stored(self, rows: Tensor, of: BatchPlan | Batch) -> StoredSamples:
+    def _pack_samples(self, rows: Tensor, of: BatchPlan | Batch) -> StoredSamples:
         """Return the samples of a plan or batch for the compiled loop."""
         classes = rows.new_empty(len(rows), 0) if self.class_weights is None else self.class_weights[of.ids]
         data, scale, shift = self.fed.stored()
         return StoredSamples(data, scale, shift, self.fed.data.y, of.where, classes)
 
     def _descend(self, w: Tensor, plan: BatchPlan, steps: Tensor, step: Steps) -> None:
-        samples = self._stored(w, plan)
+        samples = self._pack_samples(w, plan)
         CompiledProducts(self.layout, w, w, *step[:3]).descend_(self._layers, samples, steps, plan.count, *step[3:])
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ from fedloom.local.oracles.precision import find_product_parameters
 from fedloom.local.oracles.probes import draws_globally, find_changed_values
 from fedloom.local.oracles.samples import output_gradient
 from fedloom.local.oracles.terms import Representations, TermNetwork, sum_terms
-from fedloom.models.imported import ABSENT_VALUE, put_value, values_of
+from fedloom.models.imported import ABSENT_VALUE, put_value, read_values
 from fedloom.seeds import as_global
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Looped(TermNetwork):
         super().__init__(module, task, fed, augment)
         self.draws = draws_globally(module, fed)
         self.moved = find_changed_values(module, fed)
-        initial, places = values_of(module), [(name, *name.rpartition(".")) for name in self.moved]
+        initial, places = read_values(module), [(name, *name.rpartition(".")) for name in self.moved]
         self._initial = [
             (self.module.get_submodule(owner), name, initial.get(whole, ABSENT_VALUE))
             for whole, owner, _, name in places
@@ -65,7 +65,7 @@ class Looped(TermNetwork):
 
         Terms are computed in the same pass, unless the step uses a lower precision or a `LinearPass` computes layers.
         """
-        if terms and (self.lowers(batch) or self.linear.used):
+        if terms and (self.uses_low_precision(batch) or self.linear.used):
             self.addgrad_(out, w, batch, beta, alpha, steady)
             return self.add_terms_(out, w, batch, functions, terms, alpha)
         if terms:
@@ -79,18 +79,18 @@ class Looped(TermNetwork):
             if not count:
                 scale_(out[i : i + 1], factor)
                 continue
-            x = self.arranged(data.x[i, :count])
-            anchors = [[self._features_of(a[i], data.x[i, :count]) for a in term.anchors] for term in terms]
+            x = self.set_memory_format(data.x[i, :count])
+            anchors = [[self._compute_features(a[i], data.x[i, :count]) for a in term.anchors] for term in terms]
             if terms:
                 self.module.train()
             for name, layer in self.dropouts.items():
                 layer.mask = self._mask(name, batch, i, count)
             views = self.views(w[i])
             self.linear.begin(self.layout, out[i : i + 1], w[i : i + 1], alpha)
-            self._hold(self._lower_parameters(views) if self.lowers(batch) else views)
+            self._install_views(self._lower_parameters(views) if self.uses_low_precision(batch) else views)
             with (
                 torch.enable_grad(),
-                self.lowered(batch),
+                self.lower_precision(batch),
                 record_layer_calls(
                     self._layer if terms else None, entering=bool(terms) and self.spot.entering
                 ) as features,
@@ -129,7 +129,7 @@ class Looped(TermNetwork):
         """Layer that provides the representation (see `spot`)."""
         return self.module.get_submodule(self.spot.name)
 
-    def _features_of(self, row: Tensor, x: Tensor) -> Tensor:
+    def _compute_features(self, row: Tensor, x: Tensor) -> Tensor:
         """Return the representation ``[b, k]`` of samples under the model ``row [d]`` in evaluation mode."""
         with record_layer_calls(self._layer, entering=self.spot.entering) as features:
             self.run(row, x)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedloom.data.groups import two_groups
 from fedloom.errors import attribute_error
-from fedloom.hints import unknown
+from fedloom.hints import unknown_name_error
 from fedloom.local.batches import PASS_STREAM
 from fedloom.local.oracles.allocator import keep_memory
 from fedloom.local.oracles.base import Oracle, Reduce
@@ -45,7 +45,7 @@ from fedloom.models.dropout import Dropout
 from fedloom.models.parts import BATCH_STATISTICS
 from fedloom.rows.layout import Layout, trainable
 from fedloom.seeds import as_global, generator
-from fedloom.tasks import Chosen
+from fedloom.tasks import ChosenTask
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
@@ -98,7 +98,7 @@ class Network(Oracle):
             self.labels_each = (fed.class_counts("train").sum(1) / fed.sizes("train")).to(fed.device, fed.dtype)
         self._features = dropout_shapes(self.module, self.dropouts, self._sample()) if self.dropouts else {}
         self.memory_format = memory_format(self.module, self._sample())
-        if isinstance(task, Chosen):
+        if isinstance(task, ChosenTask):
             several = fed.data.task == "multilabel"
             weights = task.class_weights(fed.label_counts("train") if several else fed.class_counts("train"))
             self.class_weights = None if weights is None else weights.to(self.device, self.dtype)
@@ -110,7 +110,7 @@ class Network(Oracle):
                     large, outputs = self.run(grown, x).abs().amax(), self.run(row, x)
                     negative = task.objective.loss is not None and bool((outputs <= 0).all())
                     negative = negative and self._stays_negative(row, x)
-                    self._hold(self._views_to_run(row))  # the run reads the initial model from the module
+                    self._install_views(self._views_to_run(row))  # the run reads the initial model from the module
                 bounded = bool(large <= MAX_BOUNDED_GROWTH * outputs.abs().amax().clamp(min=1))
                 self.unseeded = probe_task(task, outputs, fed.targets(index), bounded, negative)
         keep_memory()
@@ -134,13 +134,13 @@ class Network(Oracle):
         changed = step and batch.draw.stream != PASS_STREAM
         return Samples(self.fed, batch, self.dtype, weights, each, changed=changed, augment=self.augment)
 
-    def lowers(self, batch: Batch) -> bool:
+    def uses_low_precision(self, batch: Batch) -> bool:
         """Return True if a batch gradient is computed in bfloat16."""
         return self.low and batch.draw.stream != PASS_STREAM
 
-    def lowered(self, batch: Batch) -> AbstractContextManager[object]:
+    def lower_precision(self, batch: Batch) -> AbstractContextManager[object]:
         """Within the block, set the precision of batch gradients."""
-        return use_bfloat16(self.device, self.lowers(batch))
+        return use_bfloat16(self.device, self.uses_low_precision(batch))
 
     def sizes(self, ids: Tensor) -> Tensor:
         """Return each client's number of training samples."""
@@ -195,7 +195,7 @@ class Network(Oracle):
         """
         spot, modules = self.spot if layer == "penultimate" else RepresentationSpot(layer), self._modules
         if spot.name != "logits" and spot.name not in modules:
-            raise unknown("layer", layer, ["penultimate", "logits", *modules])
+            raise unknown_name_error("layer", layer, ["penultimate", "logits", *modules])
         pieces = index.split(self._together)  # computed first, because the hook must not see its forward pass
         with record_layer_calls(modules.get(spot.name, self.module), entering=spot.entering) as outputs:
             for piece in pieces:
@@ -223,10 +223,10 @@ class Network(Oracle):
         """
         if not self.fed.data.classed:
             return super().accuracy(w, ids)
-        pairs = (self._predicted(row, i) for row, i in zip(w, ids, strict=True))
+        pairs = (self._predict_training_samples(row, i) for row, i in zip(w, ids, strict=True))
         return torch.stack([(guess == y)[y >= 0].to(self.dtype).mean() for guess, y in pairs])[:, None]
 
-    def _predicted(self, row: Tensor, client: Tensor) -> tuple[Tensor, Tensor]:
+    def _predict_training_samples(self, row: Tensor, client: Tensor) -> tuple[Tensor, Tensor]:
         """Return the predicted classes and the targets of a client's training samples."""
         self.set_statistics(row, client[None])
         index = self.fed.indices("train", int(client))
@@ -244,7 +244,7 @@ class Network(Oracle):
         counts = []
         for row, i in zip(w, ids, strict=True):
             index = self.fed.indices("train", int(i))
-            guess, y = self._predicted(row, i)
+            guess, y = self._predict_training_samples(row, i)
             kinds = torch.stack([torch.ones_like(y, dtype=torch.bool), guess == 1, y == 1, (guess == 1) & (y == 1)])
             counts.append(torch.cat([(kinds & here[index.cpu()].to(kinds.device)).sum(1) for here in members]))
         return torch.stack(counts).to(self.dtype)
@@ -263,7 +263,7 @@ class Network(Oracle):
     def _class_counts(self) -> Tensor:
         return self.fed.class_counts("train")
 
-    def masks_of(self, batch: Batch, row: int, count: int) -> dict[str, Tensor]:
+    def draw_masks(self, batch: Batch, row: int, count: int) -> dict[str, Tensor]:
         """Return a client's dropout masks, keyed by layer name."""
         return {name: self._mask(name, batch, row, count) for name in self.dropouts}
 
@@ -275,14 +275,14 @@ class Network(Oracle):
 
         A module that draws random numbers in evaluation mode draws the same numbers in every call.
         """
-        self._hold(self._views_to_run(row))
+        self._install_views(self._views_to_run(row))
         if self.normalisers:  # set_statistics changes the mode of these layers
             self.module.eval()
         set_training(self.module, False)
-        with self._drawing():
-            return self.module(self.arranged(x)).flatten(0, -2)  # type: ignore[no-any-return]
+        with self._seed_random_layers():
+            return self.module(self.set_memory_format(x)).flatten(0, -2)  # type: ignore[no-any-return]
 
-    def _drawing(self) -> AbstractContextManager[object]:
+    def _seed_random_layers(self) -> AbstractContextManager[object]:
         """Seed the random generators inside the block if the module draws random numbers in evaluation mode."""
         return as_global(generator(0, purpose="evaluation"), self.device) if self.draws_evaluated else nullcontext()
 
@@ -316,7 +316,7 @@ class Network(Oracle):
         if not self.normalisers or self._has_statistics_of(row, ids):
             return
         self._statistics_of = None
-        self._hold(self._views_to_run(row))
+        self._install_views(self._views_to_run(row))
         self.module.eval()
         for normaliser in self.normalisers:
             normaliser.train()
@@ -325,8 +325,8 @@ class Network(Oracle):
         samples = sum(len(piece) for piece in pieces)
         total = [torch.zeros_like(s) for s in self._statistics()]
         for piece in pieces:
-            with self._drawing():
-                self.module(repeat_single(self.arranged(self.fed.fetch(piece))))
+            with self._seed_random_layers():
+                self.module(repeat_single(self.set_memory_format(self.fed.fetch(piece))))
             for t, s in zip(total, self._statistics(), strict=True):
                 t.add_(s, alpha=len(piece) / samples)
         for target, value in zip(self._statistics(), total, strict=True):
@@ -391,12 +391,12 @@ class Network(Oracle):
         """Return the parameters for a pass that must not change ``row``."""
         return self.views(row.clone() if self.overwritten else row)
 
-    def _hold(self, views: list[Tensor]) -> None:
+    def _install_views(self, views: list[Tensor]) -> None:
         """Set these parameters in the module."""
         for p, value in zip(self.parameters, views, strict=True):
             p.data = value
 
-    def arranged(self, x: Tensor) -> Tensor:
+    def set_memory_format(self, x: Tensor) -> Tensor:
         """Return samples ``[b, *shape]`` in the module's fastest memory format.
 
         The values remain the same.

@@ -81,7 +81,7 @@ def _numpy_view(x: Tensor) -> Any:
     return x.view(torch.int16).numpy() if x.dtype is torch.bfloat16 else x.numpy()
 
 
-class Pooled(TorchDispatchMode):
+class PoolingMode(TorchDispatchMode):
     """Mode that counts the elements per sample that are pooled over image windows."""
 
     def __init__(self) -> None:

@@ -125,7 +125,7 @@ class CompiledProducts(Products):
         self._out = out.numpy()
         self._w = self._out if out is w else w.contiguous().numpy()
         self._alpha = self._w.dtype.type(alpha)
-        self._beta = self._each(beta)
+        self._beta = self._as_client_array(beta)
         added = w[:0] if steady is None else steady[:1] if steady.stride(0) == 0 else steady
         self._steady = added.contiguous().numpy()
 
@@ -150,7 +150,7 @@ class CompiledProducts(Products):
             self._beta, self._alpha, self._steady,
         )  # fmt: skip
 
-    def _each(self, value: float | Tensor) -> np.ndarray:
+    def _as_client_array(self, value: float | Tensor) -> np.ndarray:
         """Return a scalar, or one number per client, as an array ``[m]``."""
         column = np.empty(len(self._w), self._w.dtype)
         column[:] = value.reshape(-1).numpy() if isinstance(value, Tensor) else value
@@ -174,8 +174,9 @@ class CompiledProducts(Products):
         rooms = (samples.classes.new_empty(size).numpy() for size in (d, d if momentum else 0))
         self._loops.descend(
             self._out, *_arguments(layers, samples), steps.numpy(), count[..., 0].contiguous().numpy(),
-            self._each(1.0 if scale is None else scale), samples.classes.numpy(), self._beta, self._alpha, self._steady,
-            self._each(pulled), self._w.dtype.type(rate), *rooms, _workspace(layers, samples, samples.where.shape[2]),
+            self._as_client_array(1.0 if scale is None else scale), samples.classes.numpy(), self._beta, self._alpha,
+            self._steady, self._as_client_array(pulled), self._w.dtype.type(rate), *rooms,
+            _workspace(layers, samples, samples.where.shape[2]),
         )  # fmt: skip
 
     def add_gradients_(self, layers: list[list[int]], samples: StoredSamples, count: Tensor, total: Tensor) -> None:
@@ -193,7 +194,8 @@ class CompiledProducts(Products):
         if self._out is not self._w:
             block = min(block, self._loops.BLOCK_SAMPLES)
         self._loops.add_gradients(
-            self._out, self._w, *_arguments(layers, samples), count[:, 0].contiguous().numpy(), self._each(total),
+            self._out, self._w, *_arguments(layers, samples), count[:, 0].contiguous().numpy(),
+            self._as_client_array(total),
             samples.classes.numpy(), self._beta, self._alpha, self._steady, _workspace(layers, samples, block), block,
         )  # fmt: skip
 

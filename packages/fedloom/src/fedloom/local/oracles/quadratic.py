@@ -58,7 +58,7 @@ class Quadratic(Oracle):
     def _gradient(self, w: Tensor, ids: Tensor) -> Tensor:
         return torch.einsum("mij,mj->mi", self.hessian[ids], w - self.minimiser[ids])
 
-    def _gradient_of(self, w: Tensor, batch: Batch) -> Tensor:
+    def _compute_gradient(self, w: Tensor, batch: Batch) -> Tensor:
         """Return A_i (w - c_i), scaled by the fraction of the client's samples if the batch is part of a pass."""
         return self._gradient(w, batch.ids) * (batch.count.to(w) / batch.total)
 
@@ -67,7 +67,7 @@ class Quadratic(Oracle):
         functions: Sequence[TermFunction] = (), terms: Sequence[Bound] = (),
     ) -> None:  # fmt: skip
         """Compute ``out <- beta out + alpha gradient + steady``."""
-        g = self._gradient_of(w, batch)
+        g = self._compute_gradient(w, batch)
         out.copy_(alpha * g if isinstance(beta, int | float) and beta == 0 else beta * out + alpha * g)
         if steady is not None:
             out.add_(steady)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fedloom.errors import CodeError, ConfigError, cause_of
+from fedloom.errors import CodeError, ConfigError, describe_cause
 from fedloom.imports import UserFunction
 from fedloom.seeds import as_global, generator
-from fedloom.tasks import Chosen, compute_user_number
+from fedloom.tasks import ChosenTask, compute_user_number
 from fedloom.tasks.figures import to_float64
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Samples:
         if self._changed and self._fed.noise is not None:
             self._add_noise(x)
         if self._changed and self._augment is not None:
-            x = self._augment.apply(x, self._decisions(self._augment))
+            x = self._augment.apply(x, self._draw_augmentation(self._augment))
         return x
 
     @cached_property
@@ -92,7 +92,7 @@ class Samples:
                 drawn = torch.randn(spread.shape, dtype=torch.float32, generator=rng)
                 x[row, :count] += spread * drawn.to(spread)
 
-    def _decisions(self, augment: Augment) -> Tensor:
+    def _draw_augmentation(self, augment: Augment) -> Tensor:
         """Draw the augmentation of every sample ``[m, b, 3]`` from each client's own generator.
 
         Padding is not augmented.
@@ -119,7 +119,7 @@ class Samples:
             return self.weight.unsqueeze(-1) * torch.where(self.y > 0, present, absent)
         return (self.weight * self.class_weights.gather(1, self.y)).unsqueeze(-1)
 
-    def factors_of(self, i: int, count: int) -> Tensor:
+    def client_factors(self, i: int, count: int) -> Tensor:
         """Return the factors for the first ``count`` targets of client ``i``, as in `factors`, or a scalar for all.
 
         The shape is ``[count, 1]``, ``[count, k]`` or ``[]``.
@@ -147,7 +147,7 @@ def output_gradient(task: Task, outputs: Tensor, data: Samples, i: int) -> Tenso
         with torch.enable_grad():
             leaf = outputs.detach().requires_grad_()
             return torch.autograd.grad(_user_loss(task.own_loss, leaf, y, data, i), leaf)[0]
-    return task.dloss(outputs.detach(), y).mul_(data.factors_of(i, len(y)))
+    return task.dloss(outputs.detach(), y).mul_(data.client_factors(i, len(y)))
 
 
 def batch_loss(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
@@ -158,9 +158,9 @@ def batch_loss(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
     y = data.y[i, : len(outputs)]
     if task.own_loss is not None:
         return _user_loss(task.own_loss, outputs, y, data, i)
-    factor = data.factors_of(i, len(y))
+    factor = data.client_factors(i, len(y))
     if data.weighs_labels:
-        assert isinstance(task, Chosen)
+        assert isinstance(task, ChosenTask)
         return (task.label_losses(outputs, y) * factor).mean(-1).sum()
     loss = task.loss(outputs, y)
     return (loss * factor.squeeze(-1)).sum() if factor.ndim else loss.sum() * factor
@@ -183,7 +183,9 @@ def _user_loss(loss: OwnLoss, outputs: Tensor, y: Tensor, data: Samples, i: int)
     return torch.stack([outputs.sum() * 0, *parts]).sum() * weight
 
 
-def probe_task(task: Chosen, outputs: Tensor, y: Tensor, bounded: bool = False, negative: bool = False) -> list[str]:
+def probe_task(
+    task: ChosenTask, outputs: Tensor, y: Tensor, bounded: bool = False, negative: bool = False
+) -> list[str]:
     """Try a user's loss and metrics on the outputs ``[b, k]`` for a few samples or positions.
 
     Return the names of the functions whose values differ between two identical calls (see `_is_unseeded`).
@@ -233,7 +235,9 @@ def probe_task(task: Chosen, outputs: Tensor, y: Tensor, bounded: bool = False, 
             untrained = [[*tensor.shape] for tensor in _gradient_leaves(loss) if tensor is not leaf] if real else []
             gradient = torch.autograd.grad(loss, leaf, allow_unused=True, materialize_grads=True)[0] if real else None
         except Exception as error:
-            raise ConfigError(f"task: the gradient of loss {name!r} cannot be computed: {cause_of(error)}") from error
+            raise ConfigError(
+                f"task: the gradient of loss {name!r} cannot be computed: {describe_cause(error)}"
+            ) from error
         if gradient is None:
             raise ConfigError(
                 f"task: loss {name!r} has no gradient. Compute the loss from the outputs with real-valued PyTorch "

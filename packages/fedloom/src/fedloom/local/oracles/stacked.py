@@ -47,7 +47,7 @@ class Stacked(TermNetwork):
         masks = {f"{name}.mask": mask for name, mask in self._masks(batch, data.counts).items()}
         leaves = {name: view.requires_grad_() for name, view in self.layout.tree(w.detach()).items()}
         self.module.train()
-        with torch.enable_grad(), self.lowered(batch):
+        with torch.enable_grad(), self.lower_precision(batch):
             try:
                 outputs = vmap(self._forward)(leaves, masks, data.x).flatten(1, -2)
             except RuntimeError as error:

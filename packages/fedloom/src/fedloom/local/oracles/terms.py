@@ -48,7 +48,7 @@ class ParameterHolder:
         ]
 
     @contextmanager
-    def holding(self, values: Sequence[Tensor]) -> Iterator[None]:
+    def hold(self, values: Sequence[Tensor]) -> Iterator[None]:
         """Replace the parameters by ``values`` inside the block, in the order of their names."""
         for k, layer, key, _ in self._places:
             layer._parameters[key] = cast("nn.Parameter", values[k])
@@ -87,7 +87,7 @@ class Representation:
     def __call__(self, values: Sequence[Tensor], x: Tensor) -> Representations:
         """Return features and outputs of samples ``[b, *shape]`` in training mode for parameters in module order."""
         set_training(self.module, True)
-        with self._holder.holding(values):
+        with self._holder.hold(values):
             outputs = self.module(x)
         return Representations(self._features(), outputs)
 
@@ -98,7 +98,7 @@ class Representation:
         If the network is a plain sequence of layers, layers above the representation are not computed.
         """
         set_training(self.module, False)
-        with self._holder.holding(values):
+        with self._holder.hold(values):
             for layer in self._below or (self.module,):
                 x = layer(x)
         return self._features() if self._caught else x.flatten(1)
@@ -189,8 +189,8 @@ class TermNetwork(Network):
         for i, count in enumerate(data.counts):
             if not count:
                 continue
-            x, y = self.arranged(data.x[i, :count]), data.y[i, :count]
-            for name, mask in self.masks_of(batch, i, count).items():
+            x, y = self.set_memory_format(data.x[i, :count]), data.y[i, :count]
+            for name, mask in self.draw_masks(batch, i, count).items():
                 model.module.get_submodule(name).mask = mask
             anchors = [[model.features(anchor[i], x) for anchor in of_term] for of_term in held]
             parameters = [value.requires_grad_() for value in rows[i]]

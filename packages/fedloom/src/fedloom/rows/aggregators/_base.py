@@ -101,7 +101,7 @@ class NNM(Value):
         return {name: share.to(r.dtype) @ r for name, r in rows.items()}, weights
 
 
-Pre = Annotated[ClipRows | Bucketing | NNM, Field(discriminator="kind")]
+PreAggregation = Annotated[ClipRows | Bucketing | NNM, Field(discriminator="kind")]
 
 
 class Aggregator(Value, ABC):
@@ -110,7 +110,7 @@ class Aggregator(Value, ABC):
     The state is a dict of tensors that is saved in checkpoints. It is empty for a stateless rule.
     """
 
-    pre: tuple[Pre, ...] = Field(
+    pre: tuple[PreAggregation, ...] = Field(
         (), description="transformations applied to the vectors before the rule, in this order"
     )
 
@@ -150,8 +150,8 @@ class Aggregator(Value, ABC):
                     self.with_(**{name: smaller}).require(m)
                 except ConfigError:
                     continue
-                return error.refixed(f"set {{aggregator.{name} = {smaller}}}, or take more clients per round")
-        return error.refixed("set {aggregator = 'median'}, or take more clients per round")
+                return error.replace_fix(f"set {{aggregator.{name} = {smaller}}}, or take more clients per round")
+        return error.replace_fix("set {aggregator = 'median'}, or take more clients per round")
 
     @property
     def needs_client(self) -> bool:

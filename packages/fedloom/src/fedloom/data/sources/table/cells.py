@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.sources.archive import ArchiveEntry
-from fedloom.data.tables import MISSING_MARKERS, is_number, markers_of, number_of
+from fedloom.data.tables import MISSING_MARKERS, is_number, markers_of, parse_number
 from fedloom.errors import DataError, capitalize
 from fedloom.formats import shorten_list
 
@@ -370,7 +370,7 @@ def convert_to_numbers(
         with suppress(ValueError, TypeError, OverflowError):
             out[~missing] = np.array(some, np.float64)
     if not (np.abs(out[~missing]) <= MAX_NUMBER).all():
-        values = [number_of(cell) for cell in some]
+        values = [parse_number(cell) for cell in some]
         out[~missing] = [np.nan if value is None else value for value in values]
     if not (np.abs(out[~missing]) <= MAX_NUMBER).all():
         bad = [
@@ -390,5 +390,5 @@ def convert_to_numbers(
 
 def _is_readable_number(cell: Any) -> bool:
     """Return True if a cell is a number in the range that models accept."""
-    value = number_of(cell)
+    value = parse_number(cell)
     return value is not None and abs(value) <= MAX_NUMBER

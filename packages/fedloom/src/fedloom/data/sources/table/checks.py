@@ -122,7 +122,7 @@ def coded_numbers(values: NDArray[np.float64]) -> Coded:
     return codes, tuple(np.format_float_positional(number, trim="-") for number in distinct)
 
 
-def rows_of_levels(column: Coded) -> dict[str, int]:
+def count_rows_by_level(column: Coded) -> dict[str, int]:
     """Return the number of rows for each level."""
     codes, levels = column
     counts = np.bincount(codes[~np.isnan(codes)].astype(int), minlength=len(levels))
@@ -196,7 +196,7 @@ def agreed_range_errors(table: Table, x: NDArray[np.float64]) -> list[str]:
         return []
     nothing = torch.full((len(table.columns), 1), torch.nan, dtype=torch.float64)
     cure = " Convert it with factors = { NAME = FACTOR }, add its marker to missing, or agree on another range"
-    return [sentence + cure for sentence in table.strange(torch.from_numpy(x), nothing)]
+    return [sentence + cure for sentence in table.note_outliers(torch.from_numpy(x), nothing)]
 
 
 def unknown_level_errors(agreed: Mapping[str, AgreedColumnConverter], rows: int) -> list[str]:
@@ -295,7 +295,7 @@ def note_doubtful_levels(coded: Mapping[str, Coded], label: str, subject: str | 
         subject: name of the column of the subjects, or None.
     """
     for name, column in coded.items():
-        counts = rows_of_levels(column)
+        counts = count_rows_by_level(column)
         if name == subject and (unknown := _unknown_subjects(counts)):
             shown = ", ".join(f"{short_cell(level)} ({counts[level]} rows)" for level in unknown[:MAX_SHOWN_LEVELS])
             yield (

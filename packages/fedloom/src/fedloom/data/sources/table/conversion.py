@@ -26,18 +26,18 @@ from fedloom.data.sources._base import name_file_in_errors
 from fedloom.data.sources.archive import GrowingRows
 from fedloom.data.sources.table import checks
 from fedloom.data.sources.table.cells import Cells, ColumnPiece, Problems, convert_to_numbers, is_missing
-from fedloom.data.sources.table.checks import Coded, coded_numbers, rows_of_levels
+from fedloom.data.sources.table.checks import Coded, coded_numbers, count_rows_by_level
 from fedloom.data.sources.table.designs import DesignReading
 from fedloom.data.sources.table.levels import (
     AgreedColumnConverter,
     LevelCodeCollector,
     agreed_columns,
-    factor_of,
     factors_by_client,
+    get_factor,
     unapplied_factor_notes,
 )
 from fedloom.data.sources.table.roles import TableRoles
-from fedloom.data.sources.table.targets import agreed_classes, check_event, missing_columns_message, task_of_levels
+from fedloom.data.sources.table.targets import agreed_classes, check_event, infer_task, missing_columns_message
 from fedloom.data.survey.facts import MAX_DISTINCT_SHARE
 from fedloom.data.survey.findings import ROW_NAMES, exclusion_reason, table_findings, text_exclusion_reason
 from fedloom.data.survey.leaks import ReadColumn
@@ -181,7 +181,7 @@ class _TableReading:
             rows[:, self.place[column]] = self.agreed[column].read(piece, missing, self.problems)
         elif column in self.numeric:
             values = convert_to_numbers(piece, missing, self.problems)
-            rows[:, self.place[column]] = values * factor_of(self.spec.factors, column)
+            rows[:, self.place[column]] = values * get_factor(self.spec.factors, column)
             if self.problems.has("number", column):  # perhaps a column of names, which must not be a feature
                 texts = self.texts.setdefault(column, Counter())
                 if len(texts) <= MAX_STORED_TEXTS:
@@ -239,7 +239,7 @@ class _TableReading:
         if spec.client_column in coded:
             self._convert(*coded[spec.client_column])
         if agreement is None:
-            task, wrong = task_of_levels(self.task, self.label, rows_of_levels(coded[self.label]), bool(sentences))
+            task, wrong = infer_task(self.task, self.label, count_rows_by_level(coded[self.label]), bool(sentences))
         else:
             task = agreement.task
             label, classes, wrong = agreed_classes(agreement, self.label, label, classes)

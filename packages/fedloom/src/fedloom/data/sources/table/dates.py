@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from fedloom.data.sources.table.cells import Cells, ColumnPiece, Problems, is_missing
-from fedloom.data.sources.table.designs import ZONE_PATTERN, seconds_of
+from fedloom.data.sources.table.designs import ZONE_PATTERN, parse_seconds
 from fedloom.errors import ConfigError
-from fedloom.hints import nearest
+from fedloom.hints import suggest_nearest
 
 SECONDS_PER_DAY = 86400.0
 MIDNIGHT_PATTERN = re.compile(r"[ T]00:00(:00(\.0+)?)?$")
@@ -16,16 +16,16 @@ MIDNIGHT_PATTERN = re.compile(r"[ T]00:00(:00(\.0+)?)?$")
 DATE_HINT = "write dates as 2024-09-01 or 1.9.2024, or add the cell to missing"
 
 
-def days_of(cell: object) -> float | None:
+def parse_days(cell: object) -> float | None:
     """Return the number of days since 1970 for a date or time, or for text that contains one.
 
     For any other cell, return None.
 
     >>> from datetime import date
-    >>> days_of("1970-01-02"), days_of("3.1.1970"), days_of(date(1970, 1, 2)), days_of("1/2/1970")
+    >>> parse_days("1970-01-02"), parse_days("3.1.1970"), parse_days(date(1970, 1, 2)), parse_days("1/2/1970")
     (1.0, 2.0, 1.0, None)
     """
-    seconds = seconds_of(cell)
+    seconds = parse_seconds(cell)
     return None if seconds is None else seconds / SECONDS_PER_DAY
 
 
@@ -37,11 +37,11 @@ def check_dates(days_since: Mapping[str, str], names: Sequence[str], where: str)
     """
     for column, start in days_since.items():
         if column not in names:
-            raise ConfigError(f"{where}: days_since: no column {column!r}; {nearest(column, names)}")
-        if start not in names and days_of(start) is None:
+            raise ConfigError(f"{where}: days_since: no column {column!r}; {suggest_nearest(column, names)}")
+        if start not in names and parse_days(start) is None:
             raise ConfigError(
                 f"{where}: days_since: {start!r} is neither a column nor a date such as 2024-09-01; "
-                f"{nearest(start, names)}"
+                f"{suggest_nearest(start, names)}"
             )
 
 
@@ -72,9 +72,9 @@ def replace_dates(
         if {*zones[column], *zones.get(start, ())} == {True, False}:
             what = f"column {column!r}: some of its times and of their start {start!r} have a time zone, others do not"
             problems.add("zone", column, what, [None], "use one time zone for all, or dates without times")
-    days = {name: _days_of_column(name, column, markers, problems) for name, column in held.items() if column}
+    days = {name: _parse_day_column(name, column, markers, problems) for name, column in held.items() if column}
     for column, start in days_since.items():
-        begin = days.get(start) or [days_of(start)] * len(held[column])
+        begin = days.get(start) or [parse_days(start)] * len(held[column])
         pairs = zip(days.get(column, ()), begin, strict=True)
         yield ColumnPiece(0, column, [None if day is None or first is None else day - first for day, first in pairs])
 
@@ -89,12 +89,12 @@ def _has_zone(cells: Cells) -> set[bool]:
     return {ZONE_PATTERN.search(text) is not None for text in times}
 
 
-def _days_of_column(name: str, cells: Cells, markers: tuple[str, ...], problems: Problems) -> list[float | None]:
+def _parse_day_column(name: str, cells: Cells, markers: tuple[str, ...], problems: Problems) -> list[float | None]:
     """Return the number of days since 1970 for each cell of a column.
 
     Cells that are not dates are reported as problems.
     """
-    days = [days_of(cell) for cell in cells]
+    days = [parse_days(cell) for cell in cells]
     missing = is_missing(cells, markers).tolist()
     odd = [k for k, day in enumerate(days) if day is None and not missing[k]]
     if odd:

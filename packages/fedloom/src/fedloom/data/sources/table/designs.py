@@ -17,8 +17,8 @@ from fedloom.data.sources._base import FileSource
 from fedloom.data.sources.archive import GrowingRows
 from fedloom.data.sources.table.cells import ColumnPiece, short_cell
 from fedloom.data.subjects.design import Design
-from fedloom.data.survey.facts import time_unit_of
-from fedloom.data.tables import level_name, number_of
+from fedloom.data.survey.facts import infer_time_unit
+from fedloom.data.tables import level_name, parse_number
 from fedloom.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class DesignReading:
         for room in rooms:
             room[:] = np.nan
         for k in np.flatnonzero(~missing).tolist():
-            number, second = number_of(piece.cells[k]), seconds_of(piece.cells[k])
+            number, second = parse_number(piece.cells[k]), parse_seconds(piece.cells[k])
             if number is None and second is not None and (shown := str(piece.cells[k]).strip()):
                 self._zones |= {ZONE_PATTERN.search(shown) is not None} if ":" in shown else set()
             rooms[0][k], rooms[1][k] = (np.nan if v is None else v for v in (number, second))
@@ -262,9 +262,11 @@ class DesignReading:
             first, last = (float(valid.min()), float(valid.max())) if len(valid) else (0.0, 0.0)
             if len(valid) > 1 and first == last:
                 yield f"{self.order!r} is the same in every row, so it does not order the rows. Omit order"
-            elif not self._dates and time_unit_of("", np.array([first])) and time_unit_of("", np.array([last])) and (
-                time_unit_of("", np.array([first])) != time_unit_of("", np.array([last]))
-            ):  # fmt: skip
+            elif (
+                not self._dates
+                and len(units := {infer_time_unit("", np.array([time])) for time in (first, last)}) > 1
+                and "" not in units
+            ):
                 yield f"{self.order!r} contains both seconds and milliseconds since 1970. Write all times in one unit"
             else:
                 yield from self._notes_on_values(valid)
@@ -278,8 +280,8 @@ class DesignReading:
             return
         if (
             not self._dates
-            and not _days_of(levels, *SORTED_DATE_FORMAT)
-            and any(days != sorted(days) for days in (_days_of(levels, *form) for form in UNSORTED_DATE_FORMATS))
+            and not _parse_dates(levels, *SORTED_DATE_FORMAT)
+            and any(days != sorted(days) for days in (_parse_dates(levels, *form) for form in UNSORTED_DATE_FORMATS))
         ):
             yield (
                 f"{self.order!r} seems to contain dates that begin with the day or the month, so its numbers are not "
@@ -299,14 +301,14 @@ class DesignReading:
     def _mark_held_out(self, coded: Mapping[str, Coded], keep: Tensor, order: Tensor | None) -> Tensor | None:
         since, dates = self._options.get("test_since"), self._dates
         if since is not None and order is not None:
-            value = seconds_of(since) if dates else number_of(since)
+            value = parse_seconds(since) if dates else parse_number(since)
             if value is None:
                 kind = "a date as 2024-09-01" if dates else "a number"
                 raise ConfigError(f"test_since must be {kind}, like the values of {self.order!r}, got {since!r}")
             held_out, what = order >= value, f"test_since = {since!r}"
         elif self.marked is not None:
             codes, names = coded[self.marked]
-            marks = self._marks(names)
+            marks = self._find_test_levels(names)
             flags = torch.tensor([name in marks for name in names] + [False])
             held_out = flags[torch.from_numpy(np.nan_to_num(codes, nan=len(names)))[keep].long()]
             what = f"test_column = {self.marked!r}"
@@ -317,7 +319,7 @@ class DesignReading:
             raise DataError(f"{what}: {some}. Choose a value that splits the rows, or omit the option")
         return held_out
 
-    def _marks(self, names: Sequence[str]) -> set[str]:
+    def _find_test_levels(self, names: Sequence[str]) -> set[str]:
         """Return the levels that mark rows of the test set.
 
         Raises:
@@ -340,7 +342,7 @@ class DesignReading:
         return {*named} or {name for name in names if name.lower() in TEST_LEVELS}
 
 
-def _days_of(values: NDArray[np.float64], form: str, length: int) -> list[datetime]:
+def _parse_dates(values: NDArray[np.float64], form: str, length: int) -> list[datetime]:
     """Read numbers as dates in a format, and return the dates. If a number is not a date, return [].
 
     Args:
@@ -361,14 +363,14 @@ def _days_of(values: NDArray[np.float64], form: str, length: int) -> list[dateti
     return days
 
 
-def seconds_of(cell: object) -> float | None:
+def parse_seconds(cell: object) -> float | None:
     """Return the number of seconds since 1970 for a date or time, or for text that contains one.
 
     Text must have a form of ISO 8601, or be a date as day.month.year.
 
     For any other cell, return None.
 
-    >>> seconds_of("1970-01-02"), seconds_of("1970-01-01T00:01"), seconds_of("1971"), seconds_of("2.1.1970")
+    >>> parse_seconds("1970-01-02"), parse_seconds("1970-01-01T00:01"), parse_seconds("1971"), parse_seconds("2.1.1970")
     (86400.0, 60.0, 31536000.0, 86400.0)
     """
     if isinstance(cell, str):

@@ -19,7 +19,7 @@ from fedloom.data.sources.table.cells import ColumnPiece, Problems, header_names
 from fedloom.data.sources.table.frames import coded_columns, frame_cells, frame_names
 from fedloom.data.sources.table.reading import RawTable, TableSource
 from fedloom.errors import ConfigError, DataError
-from fedloom.hints import nearest
+from fedloom.hints import suggest_nearest
 
 STATISTICS_READERS = {
     ".sav": "read_sav", ".zsav": "read_sav", ".por": "read_por", ".dta": "read_dta", ".sas7bdat": "read_sas7bdat",
@@ -131,7 +131,7 @@ class Excel(LibraryTable):
         if isinstance(self.sheet, int) and not 1 <= self.sheet <= len(names):
             raise ConfigError(f"{place}: sheet = {self.sheet}, but the file contains {len(names)} sheets: {shown}")
         if isinstance(self.sheet, str) and self.sheet not in names:
-            raise ConfigError(f"{place} has no sheet {self.sheet!r}; {nearest(self.sheet, names)}")
+            raise ConfigError(f"{place} has no sheet {self.sheet!r}; {suggest_nearest(self.sheet, names)}")
         place_of = names.index(self.sheet) if isinstance(self.sheet, str) else (self.sheet or 1) - 1
         return book.worksheets[place_of]
 

@@ -18,7 +18,7 @@ from fedloom.data.sources.table.cells import (
     convert_to_numbers,
     short_cell,
 )
-from fedloom.data.tables import Table, TableColumn, is_number, level_name, number_of
+from fedloom.data.tables import Table, TableColumn, is_number, level_name, parse_number
 from fedloom.errors import DataError
 from fedloom.formats import shorten_list
 
@@ -77,7 +77,7 @@ Factors = Mapping[str, float | Mapping[str, float]]
 """Factors of columns. Each factor is one number, or one number per client."""
 
 
-def factor_of(factors: Factors, column: str) -> float:
+def get_factor(factors: Factors, column: str) -> float:
     """Return the factor that applies to a whole column.
 
     The value is 1 if the column has no factor, or one factor per client.
@@ -207,10 +207,10 @@ class AgreedColumnConverter:
 
 def agreed_columns(table: Table, cure: str, factors: Factors) -> dict[str, AgreedColumnConverter]:
     """Return converters of all columns of an agreed table, keyed by column name (see `AgreedColumnConverter`)."""
-    return {c.name: AgreedColumnConverter(c, table.impute, cure, factor_of(factors, c.name)) for c in table.columns}
+    return {c.name: AgreedColumnConverter(c, table.impute, cure, get_factor(factors, c.name)) for c in table.columns}
 
 
 def natural_sort_key(text: str) -> tuple[float, str]:
     """Return a sort key that puts numbers first, ordered by value, and then all other texts."""
-    value = number_of(text) if is_number(text) else None
+    value = parse_number(text) if is_number(text) else None
     return (np.inf, text) if value is None else (value, text)

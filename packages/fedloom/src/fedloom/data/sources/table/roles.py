@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from fedloom.data.sources.table.designs import DesignOptions
-from fedloom.data.survey.agreement import Agreement, agreement_of
+from fedloom.data.survey.agreement import Agreement, load_agreement
 from fedloom.data.tables import MISSING_MARKERS
 
 
@@ -77,7 +77,7 @@ class TableRoles(DesignOptions):
     )
     agreement: Annotated[
         Agreement | None,
-        BeforeValidator(agreement_of),
+        BeforeValidator(load_agreement),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}], "default": None}),
     ] = Field(default=None, description="the sites' agreement on the meaning of the columns: a path, or its keys")
     factors: dict[str, float | dict[str, float]] = Field(

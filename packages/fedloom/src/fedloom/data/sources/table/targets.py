@@ -13,7 +13,7 @@ from fedloom.data.sources.table.cells import MAX_SHOWN_LEVELS
 from fedloom.data.sources.table.levels import natural_sort_key, similar_levels_text
 from fedloom.data.survey.agreement import Agreement
 from fedloom.errors import ConfigError
-from fedloom.hints import nearest
+from fedloom.hints import suggest_nearest
 
 
 def missing_columns_message(absent: list[str], names: list[str], *, agreed: bool) -> str:
@@ -21,7 +21,7 @@ def missing_columns_message(absent: list[str], names: list[str], *, agreed: bool
     spaced = len(names) == 1 and {*absent} <= {*names[0].split()}
     if len(absent) == 1 and not spaced:
         cure = " (the agreement names it)" if agreed else ""
-        return f"no column {absent[0]!r}{cure}; {nearest(absent[0], names)}"
+        return f"no column {absent[0]!r}{cure}; {suggest_nearest(absent[0], names)}"
     cure = " (the agreement names them)" if agreed else ""
     header = f"the header contains {', '.join(names[:20])}{', ...' if len(names) > 20 else ''}"
     doubts = "is it a row of data, is another line above it, or is the separator different?"
@@ -82,7 +82,7 @@ def agreed_classes(
     return place[np.nan_to_num(codes, nan=len(levels)).astype(int)], agreement.classes, []
 
 
-def task_of_levels(task_wanted: str, label: str, counts: Mapping[str, int], doubtful: bool) -> tuple[Task, list[str]]:
+def infer_task(task_wanted: str, label: str, counts: Mapping[str, int], doubtful: bool) -> tuple[Task, list[str]]:
     """Return the task that follows from the levels of a label, and the problems that were found in these levels.
 
     A single level is not considered a problem, because a trained model may be applied to such a table. However, it is

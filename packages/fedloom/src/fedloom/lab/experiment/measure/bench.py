@@ -60,7 +60,7 @@ class MeasuredSpeed(NamedTuple):
     other_cores: float
 
     @property
-    def disturbed(self) -> bool:
+    def is_disturbed(self) -> bool:
         """True if other processes used more than `MAX_FOREIGN_CORES` cores."""
         return self.other_cores > MAX_FOREIGN_CORES
 
@@ -123,8 +123,10 @@ class Bench:
         )
 
     def costs(self, method: Method) -> MethodCosts:
-        """Measure the cost constants of a method on this federation (see `costs_of`)."""
-        return costs_of(self._setting(method, method.setting.engine.gradient_engine, 1), self.federation, self.rounds)
+        """Measure the cost constants of a method on this federation (see `measure_costs`)."""
+        return measure_costs(
+            self._setting(method, method.setting.engine.gradient_engine, 1), self.federation, self.rounds
+        )
 
     def _setting(self, method: Method, oracle: str, workers: int | str) -> Setting:
         engine = method.setting.engine.with_(gradient_engine=oracle, workers=workers)
@@ -153,7 +155,7 @@ class Bench:
         return True
 
 
-def costs_of(setting: Setting, fed: Federation, rounds: int) -> MethodCosts:
+def measure_costs(setting: Setting, fed: Federation, rounds: int) -> MethodCosts:
     """Measure a setting's cost constants with one worker in this process, after one unmeasured round."""
     job, _ = make_job(setting, fed)
     measured = _measured_rounds(setting, fed, rounds)

@@ -17,7 +17,7 @@ from fedloom.data.federation import Federation
 from fedloom.engine.clients.scores import WORK_KEY
 from fedloom.engine.job import Job
 from fedloom.engine.round import run_round
-from fedloom.engine.scoring import scores_of
+from fedloom.engine.scoring import score_models
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import clients_of, fix_arithmetic, simulate
@@ -87,7 +87,7 @@ class MeasuredRound:
 
     def personal_samples(self) -> int:
         """Return the number of sample gradients needed to train the personal models after this round."""
-        cost = scores_of(self.job, self.clients, self.state).get(WORK_KEY, {})
+        cost = score_models(self.job, self.clients, self.state).get(WORK_KEY, {})
         if not cost:
             return 0
         return round(float(cost["samples_backward"].nansum()) * self.job.n / len(self.job.scored_ids))

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedloom.analyses import ANALYSES
 from fedloom.analyses.fitted import Fitted, run_setting
-from fedloom.analyses.registry import name_of
+from fedloom.analyses.registry import get_analysis_name
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
 from fedloom.errors import RunDirError, Stop
@@ -28,7 +28,7 @@ from fedloom.rundir import (
     WORK_FOLDER,
     analysis_file,
     check_case,
-    label_of,
+    get_label,
     run_folder,
 )
 from fedloom.storage.checkpoint import Checkpoints
@@ -106,7 +106,7 @@ class ExperimentDirectory:
             )
 
     def _describe_other_methods(self, before: Mapping[str, Any]) -> str:
-        was, now = [label_of(method) for method in before["method"]], [m.label for m in self.experiment.methods]
+        was, now = [get_label(method) for method in before["method"]], [m.label for m in self.experiment.methods]
         return "" if was == now else f"methods were {', '.join(was)}, now {', '.join(now)}"
 
     def prepare(self, federations: Mapping[int, Federation], claims: Claims | None = None) -> None:
@@ -152,7 +152,7 @@ class ExperimentDirectory:
             shutil.rmtree(models, ignore_errors=True)
         for analysis in self.experiment.analyses if longer else ():
             if analysis.runs_further:
-                (self.out / analysis_file(name_of(analysis))).unlink(missing_ok=True)
+                (self.out / analysis_file(get_analysis_name(analysis))).unlink(missing_ok=True)
 
     def _discard_other_fits(self) -> None:
         """Delete models that an analysis fitted with different options, so that they are refitted."""
@@ -197,4 +197,4 @@ def is_whole(folder: Path, rounds: int) -> bool:
     """Return True if a folder contains a finished run's checkpoint with this number of rounds."""
     meta = Checkpoints(folder).meta() or {}
     stop, planned = str(meta.get("stop")), meta.get("numbers", {}).get("rounds", rounds)
-    return planned == rounds and stop in Stop.__members__ and not Stop[stop].resumable
+    return planned == rounds and stop in Stop.__members__ and not Stop[stop].is_resumable

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from fedloom.errors import ConfigError, FedloomError
-from fedloom.hints import unknown
+from fedloom.hints import unknown_name_error
 from fedloom.lab.experiment.units.travel import PackedExperiment, UnitReply, compute_unit
 
 POLL_SECONDS = 0.05
@@ -84,7 +84,7 @@ def open_executor(name: str) -> Executor:
     """
     kind, _, text = name.partition(":")
     if kind not in EXECUTOR_KINDS:
-        raise unknown("executor", kind, EXECUTOR_KINDS, "--executor")
+        raise unknown_name_error("executor", kind, EXECUTOR_KINDS, "--executor")
     return EXECUTOR_KINDS[kind](text)  # type: ignore[no-any-return]
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from fedloom.algorithms import REGISTRY, Algorithm
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError
-from fedloom.formats import options
-from fedloom.hints import unknown
-from fedloom.rundir import label_of
+from fedloom.formats import format_options
+from fedloom.hints import unknown_name_error
+from fedloom.rundir import get_label
 from fedloom.values import check_is_table, choose, fields_of
 
 MAX_METHODS = 10_000
@@ -38,7 +38,7 @@ def expand_grid(document: Mapping[str, object], where: str) -> dict[str, Any]:
         return changed
     entries = [check_is_table(method, f"{where}: [[method]]") for method in methods]
     dimensions = dict(_grid_dimensions(check_is_table(document["grid"], f"{where}: [grid]"), where))
-    labels = [label_of(entry) for entry in entries]
+    labels = [get_label(entry) for entry in entries]
     names = {label: _option_names(entry, where) for label, entry in zip(labels, entries, strict=True)}
     for key in dimensions:
         _check_grid_key(key, names, where)
@@ -82,7 +82,7 @@ def _check_grid_key(key: str, names: Mapping[str, list[str]], where: str) -> Non
     of_method = key.startswith("method.")
     label = next((label for label in names if key.startswith(f"method.{label}.")), None) if of_method else None
     if of_method and label is None:
-        raise unknown("method", key.split(".")[1], names, f"{where}: [grid]")
+        raise unknown_name_error("method", key.split(".")[1], names, f"{where}: [grid]")
     name = key.removeprefix(f"method.{label}.") if label is not None else key
     allowed = {*(names[label] if label is not None else (n for some in names.values() for n in some))}
     if name.partition(".")[0] in (*Setting.per_method, *allowed):
@@ -93,7 +93,7 @@ def _check_grid_key(key: str, names: Mapping[str, list[str]], where: str) -> Non
             f"A grid can vary only method options and {', '.join(Setting.per_method)}. Write a "
             "separate file for each value, or use --set and --out"
         )
-    raise unknown("key", name, sorted(allowed), f"{where}: [grid]")
+    raise unknown_name_error("key", name, sorted(allowed), f"{where}: [grid]")
 
 
 def _method_values(dimensions: Mapping[str, list[Any]], label: str, names: list[str]) -> dict[str, list[Any]]:
@@ -114,4 +114,4 @@ def _vary_method(entry: Mapping[str, Any], values: Mapping[str, Any]) -> dict[st
     for key, value in values.items():
         name, _, rest = key.partition(".")
         varied[name] = {**check_is_table(varied.get(name, {}), name), rest: value} if rest else value
-    return {**varied, "label": f"{label_of(entry)}, {options(values, 12)}"} if values else varied
+    return {**varied, "label": f"{get_label(entry)}, {format_options(values, 12)}"} if values else varied

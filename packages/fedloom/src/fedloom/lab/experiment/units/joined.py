@@ -102,7 +102,7 @@ class JoinedWork:
         """Write the final files, unless another process is writing them, and wait until they have been written."""
         with interruptible() as interrupted:
             while self._is_in_progress():
-                claim = self._take(FINISH_STAGE)
+                claim = self._claim_unit(FINISH_STAGE)
                 if claim is None:
                     _wait_for_others(interrupted)
                     continue
@@ -119,7 +119,7 @@ class JoinedWork:
         Return None if the unit has a result or has not yet been computed.
         """
         with suppress(OSError):
-            return self._failed(unit).read_text(encoding="utf-8")
+            return self._failure_file(unit).read_text(encoding="utf-8")
         return None
 
     def _work(self, units: Sequence[WorkUnit], do: Work, interrupted: Callable[[], bool]) -> bool:
@@ -144,7 +144,7 @@ class JoinedWork:
         Return None if all units are claimed or the user stopped the work.
         """
         for k, unit in units:
-            if not interrupted() and (claim := self._take(unit.name)) is not None:
+            if not interrupted() and (claim := self._claim_unit(unit.name)) is not None:
                 return k, unit, claim
         return None
 
@@ -154,7 +154,7 @@ class JoinedWork:
             if not self._is_done(unit):
                 failure = do(k, claim)
                 if failure is not None:
-                    write_atomic(self._failed(unit), failure.encode())
+                    write_atomic(self._failure_file(unit), failure.encode())
                 make_folder(claim.state)
                 claim.publish(unit.target)
         except KeyboardInterrupt:
@@ -166,7 +166,7 @@ class JoinedWork:
             claim.release()
         return True
 
-    def _take(self, name: str) -> UnitClaim | None:
+    def _claim_unit(self, name: str) -> UnitClaim | None:
         try:
             return self.claims.take(name)
         except CheckpointError:
@@ -175,9 +175,9 @@ class JoinedWork:
             return None
 
     def _is_done(self, unit: WorkUnit) -> bool:
-        return unit.target.exists() or self._failed(unit).exists()
+        return unit.target.exists() or self._failure_file(unit).exists()
 
-    def _failed(self, unit: WorkUnit) -> Path:
+    def _failure_file(self, unit: WorkUnit) -> Path:
         return self.claims.folder / unit.name / FAILED_FILE
 
     def _is_in_progress(self) -> bool:

@@ -15,7 +15,7 @@ from fedloom.rundir import (
     SUMMARY_FILE,
     WORK_FOLDER,
     compared_tables,
-    label_of,
+    get_label,
     read_summary,
     run_folder,
 )
@@ -36,7 +36,7 @@ def list_status(out: Path) -> list[dict[str, str]]:
             for run in read_summary(out / SUMMARY_FILE).runs:
                 ended[run.method, run.seed] = run.status, "" if run.status == "done" else run.reason
     rows, names = list[dict[str, str]](), set[str]()
-    for label in map(label_of, compared_tables(document)):
+    for label in map(get_label, compared_tables(document)):
         for seed in document["seeds"]:
             folder = run_folder(out, CHECKPOINTS_FOLDER, label, seed)
             names.add(folder.name)

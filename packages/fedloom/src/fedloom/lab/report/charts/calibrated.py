@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.formats import UNKNOWN_DASH, fixed, percent, rounded, significant
+from fedloom.formats import UNKNOWN_DASH, format_fixed, format_percent, format_significant, round_significant
 from fedloom.lab.report.charts import kit
 from fedloom.lab.report.charts.kit import Figure, Rows
-from fedloom.lab.report.comparison.gains import MAX_LISTED_SITES, leader_of
+from fedloom.lab.report.comparison.gains import MAX_LISTED_SITES, find_leader
 from fedloom.lab.report.csv_files import render_csv
 from fedloom.lab.report.markup import render_scrolling_table
 from fedloom.lab.report.numbers import Row
@@ -102,7 +102,7 @@ def _binary_run_choices(
     """Return each binary run with stored predictions, its best federated method, and its sites' samples."""
     chosen = []
     for run in runs:
-        best = leader_of(run, runs, rows, lead)
+        best = find_leader(run, runs, rows, lead)
         samples = None if best is None else benign_test_predictions(run, best.method, best.model)
         if best is None or samples is None or not is_binary(run, samples):
             continue
@@ -131,7 +131,7 @@ def _draw_calibration(sites: list[tuple[str, StoredPredictions]], words: str, ma
         for mean, observed, size in calibration_curve(samples):
             low, high = wilson_interval(observed, size)
             numbers = {"predicted": mean, "observed": observed, "low": low, "high": high}
-            data.append({"client": name, **{k: rounded(v) for k, v in numbers.items()}, "samples": size})
+            data.append({"client": name, **{k: round_significant(v) for k, v in numbers.items()}, "samples": size})
     most = max(max(row["predicted"], row["high"]) for row in data)
     ideal: Rows = [{"predicted": end, "observed": end} for end in (0.0, most)]
     place = {"x": kit.number("predicted"), "y": kit.number("observed", "Observed fraction")}
@@ -140,16 +140,16 @@ def _draw_calibration(sites: list[tuple[str, StoredPredictions]], words: str, ma
         ("client", "Site"), ("predicted", "Predicted", ".3f"), ("observed", "Observed", ".3f"), ("samples", "Samples")
     )
     inner = kit.layer_chart(
-        kit.mark("line", place, data="ideal", style="ghost", strokeDash=[4, 4], strokeWidth=1),
-        kit.mark("rule", ends),
-        kit.mark("line", place, strokeWidth=1),
-        kit.mark("point", {**place, "tooltip": hints}),
+        kit.mark_layer("line", place, data="ideal", style="ghost", strokeDash=[4, 4], strokeWidth=1),
+        kit.mark_layer("rule", ends),
+        kit.mark_layer("line", place, strokeWidth=1),
+        kit.mark_layer("point", {**place, "tooltip": hints}),
     )
     caption = (
         "Fraction of events by mean predicted probability, in equal-sized bins of each site's test samples, with 95 % "
         f"Wilson intervals. The dashed line shows perfect calibration ({words})."
     )
-    spec = kit.panels(inner, "client", [name for name, _ in sites], "Predicted probability", high=200)
+    spec = kit.facet_panels(inner, "client", [name for name, _ in sites], "Predicted probability", high=200)
     return Figure(
         f"calibration-curve{mark}", "patients", "Calibration", "Calibration by site", caption, spec,
         {"rows": data, "ideal": ideal}, "square",
@@ -165,7 +165,12 @@ def _draw_decision_curves(sites: list[tuple[str, StoredPredictions]], words: str
             for policy, value in (("model", now.benefit), ("treat all", now.treating_all), ("treat none", 0.0)):
                 if value >= floor or policy == "model":
                     data.append(
-                        {"client": name, "threshold": rounded(threshold), "policy": policy, "benefit": rounded(value)}
+                        {
+                            "client": name,
+                            "threshold": round_significant(threshold),
+                            "policy": policy,
+                            "benefit": round_significant(value),
+                        }
                     )
     order = ["model", "treat all", "treat none"]
     tint = {"field": "policy", "type": "nominal", "scale": {"domain": order}, "legend": {"title": None}}
@@ -179,8 +184,8 @@ def _draw_decision_curves(sites: list[tuple[str, StoredPredictions]], words: str
         "Net benefit per patient by threshold probability, for the model, for treating everyone and for treating "
         f"nobody, on each site's test samples ({words})."
     )
-    spec = kit.panels(
-        kit.layer_chart(kit.mark("line", encoding, strokeWidth=1.5)), "client", [name for name, _ in sites],
+    spec = kit.facet_panels(
+        kit.layer_chart(kit.mark_layer("line", encoding, strokeWidth=1.5)), "client", [name for name, _ in sites],
         "Threshold probability", high=200, scale={"y": "independent"},
     )  # fmt: skip
     return Figure(
@@ -201,9 +206,9 @@ def threshold_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
                 shares = (now.flagged, now.sensitivity, now.specificity, now.predictive)
                 first = (name, str(len(samples.target)), str(int(samples.target.sum())))
                 lines.append([
-                    *(first if k == 0 else ("", "", "")), significant(threshold),
-                    *(UNKNOWN_DASH if math.isnan(share) else percent(share) for share in shares),
-                    fixed(now.benefit, 4), fixed(now.treating_all, 4),
+                    *(first if k == 0 else ("", "", "")), format_significant(threshold),
+                    *(UNKNOWN_DASH if math.isnan(share) else format_percent(share) for share in shares),
+                    format_fixed(now.benefit, 4), format_fixed(now.treating_all, 4),
                 ])  # fmt: skip
         label = f"{best.method}, {best.model} model{f', {run.label}' if len(runs) > 1 else ''}"
         text += render_scrolling_table(f"Thresholds by site: {label}", heads, lines, title=label)

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from fedloom.formats import interval, pair, rounded
+from fedloom.formats import format_interval, format_pair, round_significant
 from fedloom.lab.report.charts import kit
 from fedloom.lab.report.charts.kit import Figure, Rows
 from fedloom.lab.report.charts.spread import (
@@ -20,7 +20,7 @@ from fedloom.lab.report.charts.spread import (
 from fedloom.lab.report.comparison.contenders import best_row
 from fedloom.lab.report.comparison.criteria import group_comparable_runs
 from fedloom.lab.report.naming import METRICS, metric, titled
-from fedloom.lab.report.numbers import Estimate, Row, run_of, seeds_of
+from fedloom.lab.report.numbers import Estimate, Row, find_run, find_seeds
 from fedloom.lab.report.run import Integers, Key, Numbers, Run
 
 MAX_LABELED_CLIENTS, WORST_CLIENTS_SHOWN = 60, 40
@@ -36,7 +36,10 @@ MAX_LINE_POINTS, MIN_LINE_POINTS = 2500, 5
 def draw_clients(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
     """Return this module's charts. A chart without data is None."""
     last = [
-        {seed: last_results(run_of(runs, row), row, seed, lead) for seed in seeds_of(run_of(runs, row), row.method)}
+        {
+            seed: last_results(find_run(runs, row), row, seed, lead)
+            for seed in find_seeds(find_run(runs, row), row.method)
+        }
         for row in rows
     ]
     scored = [i for i, seeds in enumerate(last) if any(len(values) for _, values in seeds.values())]
@@ -75,7 +78,7 @@ def _draw_client_heat_map(runs: list[Run], rows: list[Row], name: str, order: In
     """
     many = max(run.clients for run in runs) > MAX_LABELED_CLIENTS
     wanted = np.sort(order[:WORST_CLIENTS_SHOWN]) if many else None
-    data = [cell for row in rows for cell in _client_cells(run_of(runs, row), row, name, wanted)]
+    data = [cell for row in rows for cell in _client_cells(find_run(runs, row), row, name, wanted)]
     if not data:
         return None
     shown, title, higher = metric(name), titled(metric(name)), metric(name).higher_is_better
@@ -97,7 +100,7 @@ def _draw_client_heat_map(runs: list[Run], rows: list[Row], name: str, order: In
             scale={"padding": 0.06},
         ),
         kit.nominal_channel("row", methods, scale={"padding": 0.06}, axis={"labelOverlap": False}),
-        kit.shade("value", title, reverse=not higher, domain=domain),
+        kit.intensity_channel("value", title, reverse=not higher, domain=domain),
         kit.tooltip(
             *(("row", "Method"), ("client", "Client"), ("value", title, ".4~g")),
             *(("half", "half-width of the 95 % interval", ".3~g"), ("seeds", "Seeds")),
@@ -120,7 +123,7 @@ def _draw_client_heat_map(runs: list[Run], rows: list[Row], name: str, order: In
 
 def _client_cells(run: Run, row: Row, name: str, wanted: Integers | None) -> Rows:
     by_client: dict[int, dict[int, float]] = {}
-    for seed in seeds_of(run, row.method):
+    for seed in find_seeds(run, row.method):
         clients, values = last_results(run, row, seed, name)
         chosen = np.isin(clients, wanted) if wanted is not None else np.ones(len(clients), bool)
         for client, value in zip(clients[chosen].tolist(), values[chosen].tolist(), strict=True):
@@ -129,17 +132,17 @@ def _client_cells(run: Run, row: Row, name: str, wanted: Integers | None) -> Row
     for client, by_seed in sorted(by_client.items()):
         estimate = Estimate(by_seed)
         digits = 1 if metric(name).scale == 100 else 3
-        label, half = (interval(v, math.nan, (digits, digits))[0] for v in (estimate.mean, estimate.half))
+        label, half = (format_interval(v, math.nan, (digits, digits))[0] for v in (estimate.mean, estimate.half))
         cells.append(
             {
                 "row": row.title,
                 "method": row.name,
                 "model": row.model,
                 "client": run.client(client),
-                "value": rounded(estimate.mean),
-                "half": rounded(estimate.half),
+                "value": round_significant(estimate.mean),
+                "half": round_significant(estimate.half),
                 "seeds": len(by_seed),
-                "label": pair(label, half),
+                "label": format_pair(label, half),
                 "label_narrow": label,
             }
         )
@@ -155,7 +158,7 @@ def _draw_client_panels(
     """
     if len(order) > MAX_CLIENT_PANELS:
         clients = order[np.linspace(0, len(order) - 1, MAX_CLIENT_PANELS).round().astype(int)]
-    lines = {row.title: _client_lines(run_of(runs, row), row, lead, clients) for row in rows}
+    lines = {row.title: _client_lines(find_run(runs, row), row, lead, clients) for row in rows}
     models = {row.title: row.model for row in rows}
     budget = max(MIN_LINE_POINTS, MAX_LINE_POINTS // (len(lines) * len(clients)))
     off = kit.find_off_axis_names(
@@ -165,13 +168,13 @@ def _draw_client_panels(
         }
     )
     data: Rows = []
-    shown = [run_of(runs, first).titled_client(client) for client in clients.tolist()]
+    shown = [find_run(runs, first).titled_client(client) for client in clients.tolist()]
     for row, by_client in lines.items():
         for client in [name for name in shown if name in by_client]:
             values = by_client[client]
             kept = np.unique(np.linspace(0, len(values) - 1, min(budget, len(values))).round().astype(int))
             tags = {"client": client, "row": row, "model": models[row]}
-            data += [{**tags, "round": int(values[k][0]), "value": rounded(values[k][1])} for k in kept]
+            data += [{**tags, "round": int(values[k][0]), "value": round_significant(values[k][1])} for k in kept]
     if len({point["round"] for point in data}) < 2:
         return None
     some = f" {len(clients)} of {len(order)} clients, from the worst to the best with {first.title}."
@@ -189,21 +192,21 @@ def _draw_client_panels(
     place = {"x": x, "y": y, "color": kit.model_color_channel(rows), "detail": {"field": "row"}}
     hints = kit.tooltip(("client", "Client"), ("row", "Method"), ("round", "Round"), ("value", title, ".4~g"))
     inner = kit.layer_chart(
-        kit.mark("line", place, strokeWidth=1, opacity=0.45, tooltip=None, clip=True),
-        kit.mark(
+        kit.mark_layer("line", place, strokeWidth=1, opacity=0.45, tooltip=None, clip=True),
+        kit.mark_layer(
             "line", place, {"filter": {"field": "row", "oneOf": titles}}, strokeWidth=2.6, tooltip=None, clip=True
         ),
-        kit.mark("point", {**place, "tooltip": hints}, size=40, opacity=0, clip=True),
+        kit.mark_layer("point", {**place, "tooltip": hints}, size=40, opacity=0, clip=True),
     )
     head = f"{metric(lead).title} of each client over rounds"
-    spec = kit.panels(inner, "client", shown, "Round")
+    spec = kit.facet_panels(inner, "client", shown, "Round")
     return Figure("each-client", "clients", "Over rounds", head, caption, spec, {"rows": data}, "facet")
 
 
 def _client_lines(run: Run, row: Row, name: str, clients: Integers) -> dict[str, list[tuple[int, float]]]:
     """Return pairs (round, mean over seeds), keyed by client. Attackers are excluded."""
     by_place: dict[tuple[int, int], list[float]] = {}
-    for seed in seeds_of(run, row.method):
+    for seed in find_seeds(run, row.method):
         points = run.benign(Key(row.method, seed, row.model, "test", name))
         if points is None or seed in row.lost_seeds:
             continue

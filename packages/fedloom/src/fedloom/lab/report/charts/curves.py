@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.formats import rounded
+from fedloom.formats import round_significant
 from fedloom.lab.report.charts import kit
 from fedloom.lab.report.charts.kit import Figure, Rows
-from fedloom.lab.report.comparison.criteria import cumulative
+from fedloom.lab.report.comparison.criteria import accumulate_cost
 from fedloom.lab.report.naming import FIGURE_SECTIONS, MEGABYTE_BYTES, describe_figure, lowercase_title, metric, titled
 from fedloom.lab.report.numbers import (
     EMPTY_CURVE,
@@ -20,9 +20,9 @@ from fedloom.lab.report.numbers import (
     Estimate,
     Row,
     benign_curve,
+    find_run,
+    find_seeds,
     is_other_figure,
-    run_of,
-    seeds_of,
 )
 from fedloom.lab.report.run import Key, Run
 
@@ -51,7 +51,7 @@ def draw_curves(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | No
     figures = [_draw_learning_curves(runs, rows, name, axis) for name, axis in wanted]
     return [
         *figures,
-        *(_draw_other(runs, rows, name, f"other-{i}-{kit.slug(name)}") for i, name in enumerate(totals, start=1)),
+        *(_draw_other(runs, rows, name, f"other-{i}-{kit.make_slug(name)}") for i, name in enumerate(totals, start=1)),
     ]
 
 
@@ -59,7 +59,7 @@ def _draw_learning_curves(runs: list[Run], rows: list[Row], name: str, axis: str
     data: Rows = []
     idle = []
     for row in rows:
-        points = draw_points(run_of(runs, row), row, name, axis, crowded=len(rows) > 12)
+        points = draw_points(find_run(runs, row), row, name, axis, crowded=len(rows) > 12)
         if points and axis != "round" and not any(point["x"] for point in points):
             idle.append(row.name)
         else:
@@ -75,18 +75,18 @@ def _draw_learning_curves(runs: list[Run], rows: list[Row], name: str, axis: str
 
 def draw_points(run: Run, row: Row, name: str, axis: str, *, crowded: bool = False) -> Rows:
     """Return a row's learning curve: the mean over the clients' test sets along an axis of `CURVE_AXES`."""
-    seeds = seeds_of(run, row.method)
+    seeds = find_seeds(run, row.method)
     results = {seed: benign_curve(run, Key(row.method, seed, row.model, "test", name), "mean") for seed in seeds}
-    costs = {} if axis == "round" else {seed: cumulative(run, row.method, seed, axis) for seed in seeds}
+    costs = {} if axis == "round" else {seed: accumulate_cost(run, row.method, seed, axis) for seed in seeds}
     return _curve_points(row, name, axis, results, costs, POINTS_PER_CROWDED_LINE if crowded else POINTS_PER_LINE)
 
 
 def _draw_other(runs: list[Run], rows: list[Row], name: str, id: str) -> Figure | None:
     data: Rows = []
     for row in rows:
-        run = run_of(runs, row)
+        run = find_run(runs, row)
         recorded = {
-            s: _recorded_curve(run, Key(row.method, s, row.model, "test", name)) for s in seeds_of(run, row.method)
+            s: _recorded_curve(run, Key(row.method, s, row.model, "test", name)) for s in find_seeds(run, row.method)
         }
         data += _curve_points(
             row, name, "round", recorded, {}, POINTS_PER_CROWDED_LINE if len(rows) > 12 else POINTS_PER_LINE
@@ -130,7 +130,7 @@ def _curve_points(
         spent = Estimate({seed: cost.read_round(t) for seed, cost in costs.items()} if costs else {0: float(t)})
         if result_mean.finite and spent.finite:
             tags = {"method": row.name, "model": row.model, "round": t}
-            across = rounded(spent.mean * CURVE_AXES[axis][2])
+            across = round_significant(spent.mean * CURVE_AXES[axis][2])
             points += [{**tags, "x": across, **point} for point in result_mean.points(scale)]
     return points
 
@@ -196,8 +196,10 @@ def draw_robustness(runs: list[Run], rows: list[Row], lead: str) -> list[Figure 
     figures: list[Figure | None] = []
     for i, (kind, members) in enumerate(_attack_families(runs)):
         for name in (lead, f"{lead}/worst10"):
-            id = "-".join(["attacks", *([kit.slug(name)] if name != lead else []), *([str(i + 1)] if i else [])])
-            figures.append(_draw_shares(members, [row for row in rows if run_of(runs, row) in members], name, kind, id))
+            id = "-".join(["attacks", *([kit.make_slug(name)] if name != lead else []), *([str(i + 1)] if i else [])])
+            figures.append(
+                _draw_shares(members, [row for row in rows if find_run(runs, row) in members], name, kind, id)
+            )
     return figures
 
 
@@ -234,7 +236,7 @@ def _draw_shares(runs: list[Run], rows: list[Row], name: str, kind: str, id: str
     for row in rows:
         result = row.figures.get(name)
         if result is not None and math.isfinite(result.mean):
-            tags = {"method": row.method, "model": row.model, "run": row.run, "x": decide_share(run_of(runs, row))}
+            tags = {"method": row.method, "model": row.model, "run": row.run, "x": decide_share(find_run(runs, row))}
             data += [{**tags, **point} for point in result.points(shown.scale)]
     if not data:
         return None

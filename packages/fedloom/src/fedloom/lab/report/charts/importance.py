@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 
-from fedloom.formats import fixed, rounded
+from fedloom.formats import format_fixed, round_significant
 from fedloom.lab.report.charts import kit
 from fedloom.lab.report.charts.kit import Figure, Rows
-from fedloom.lab.report.comparison.gains import leader_of
+from fedloom.lab.report.comparison.gains import find_leader
 from fedloom.lab.report.naming import metric
 from fedloom.lab.report.numbers import Row
 from fedloom.lab.report.reading import read_columns, rows_where
@@ -25,7 +25,7 @@ def draw_importances(runs: list[Run], rows: list[Row], lead: str) -> list[Figure
     """Plot a heat map of the best federated method for each run with measured column importance."""
     figures = []
     for place, run in enumerate(runs, start=1):
-        best = leader_of(run, runs, rows, lead)
+        best = find_leader(run, runs, rows, lead)
         table = None if best is None else read_columns(run.path / IMPORTANCE_FILE, IMPORTANCE_COLUMNS)
         if best is None or table is None:
             continue
@@ -50,15 +50,15 @@ def _importance_figure(run: Run, lines: Rows, words: str, place: int) -> Figure:
     columns = sorted(columns, key=lambda column: -overall[column])[:MAX_DRAWN_COLUMNS]
     clients = sorted({client for _, client in means})[:MAX_DRAWN_COLUMNS]
     data: Rows = [
-        {"site": run.client(client), "column": column, "value": rounded(means[column, client]),
-         "text": fixed(means[column, client], 3)}
+        {"site": run.client(client), "column": column, "value": round_significant(means[column, client]),
+         "text": format_fixed(means[column, client], 3)}
         for column in columns for client in clients if (column, client) in means
     ]  # fmt: skip
     top = max(max(row["value"] for row in data), 1e-9)
     lead = metric(str(lines[0]["metric"])).title
     inner = kit.heat_map(
         kit.nominal_channel("site", [run.client(client) for client in clients]), kit.nominal_channel("column", columns),
-        kit.shade("value", "Importance", domain=[0, top]),
+        kit.intensity_channel("value", "Importance", domain=[0, top]),
         kit.tooltip(("site", "Site"), ("column", "Column"), ("value", "Importance", ".4f")), "text",
         f"datum.value > {top / 2}",
     )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from fedloom.formats import rounded, significant
+from fedloom.formats import format_significant, round_significant
 from fedloom.lab.report.charts import kit
 from fedloom.lab.report.charts.kit import Figure, Rows, Spec
 from fedloom.lab.report.charts.spread import attackers_sentence
@@ -73,7 +73,7 @@ def _select_drawn(run: Run, name: str, columns: tuple[str, ...]) -> tuple[Rows, 
 
 def _class_name(run: Run, code: float) -> str:
     classes = run.summary.classes
-    return "" if code != code else classes[int(code)] if 0 <= code < len(classes) else significant(code, 6)
+    return "" if code != code else classes[int(code)] if 0 <= code < len(classes) else format_significant(code, 6)
 
 
 def _draw_confusion(run: Run, place: int) -> Figure | None:
@@ -90,7 +90,7 @@ def _draw_confusion(run: Run, place: int) -> Figure | None:
             "client": run.titled_client(r["client"]),
             "count": int(r["count"]),
             **{name: _class_name(run, r[name]) for name in ("true", "predicted")},
-            "share": rounded(r["count"] / total[r["client"], r["true"]]),
+            "share": round_significant(r["count"] / total[r["client"], r["true"]]),
         }
         for r in rows
     ]
@@ -101,7 +101,7 @@ def _draw_confusion(run: Run, place: int) -> Figure | None:
     inner = kit.heat_map(
         kit.nominal_channel("predicted", classes, **more),
         kit.nominal_channel("true", classes, "True", **more),
-        kit.shade("share", "Fraction of true class", form="%", domain=[0, 1]),
+        kit.intensity_channel("share", "Fraction of true class", form="%", domain=[0, 1]),
         hints,
         "count" if len(classes) <= MAX_NUMBERED_CLASSES else "",
         "datum.share > 0.5",
@@ -126,7 +126,7 @@ def _draw_representations(run: Run, place: int) -> Figure | None:
         {
             "client": run.titled_client(r["client"]),
             "class": _class_name(run, r["label"]),
-            **{axis: rounded(r[axis]) for axis in ("x", "y")},
+            **{axis: round_significant(r[axis]) for axis in ("x", "y")},
         }
         for r in rows
     ]
@@ -147,7 +147,7 @@ def _draw_representations(run: Run, place: int) -> Figure | None:
         "the axes have no meaning. Samples of a class cluster together if the representation separates the class "
         f"({words}).{attackers_sentence([run])}"
     )
-    inner = kit.layer_chart(kit.mark("point", encoding, size=26, opacity=0.75))
+    inner = kit.layer_chart(kit.mark_layer("point", encoding, size=26, opacity=0.75))
     titles = ("Representations", "Representations by client")
     figure = _inspection_figure(run, place, "tsne", titles, caption, inner, data, None)
     figure.chart["resolve"]["scale"] = {"x": "independent", "y": "independent"}
@@ -158,6 +158,6 @@ def _inspection_figure(
     run: Run, place: int, kind: str, titles: tuple[str, str], caption: str, inner: Spec, data: Rows, below: str | None
 ) -> Figure:
     tab, title = (f"{text} ({run.label})" if place else text for text in titles)
-    spec = kit.panels(inner, "client", [row["client"] for row in data], below, high=200)
+    spec = kit.facet_panels(inner, "client", [row["client"] for row in data], below, high=200)
     spec["spec"]["view"] = {"stroke": "#8a8f98", "strokeOpacity": 0.4}
     return Figure(f"{kind}-{place}" if place else kind, "clients", tab, title, caption, spec, {"rows": data}, "square")

@@ -83,7 +83,7 @@ def layer_chart(*layers: Spec, **more: object) -> Spec:
     return {"data": {"name": "rows"}, "layer": list(layers), **more}
 
 
-def mark(kind: str, encoding: Spec, *transform: Spec, data: str = "", **look: object) -> Spec:
+def mark_layer(kind: str, encoding: Spec, *transform: Spec, data: str = "", **look: object) -> Spec:
     """Build a layer from a mark with its style, encoding and transforms.
 
     If ``data`` is given, the layer uses the data set with this name.
@@ -138,7 +138,7 @@ def interval_tips(title: str) -> list[Spec]:
     return tooltip(("value", title, ".4~g"), *((field, words, ".4~g") for field, words in ends), ("seeds", "Seeds"))
 
 
-def intervals(
+def interval_layers(
     place: Spec, x: Spec, *, tint: Spec | None = None, tooltip: list[Spec] | None = None, **dot: Any
 ) -> list[Spec]:
     """Build layers that draw a line from ``low`` to ``high`` and a dot at the mean ``value``.
@@ -154,8 +154,8 @@ def intervals(
     ends = {**common, "x": {**x, "field": "low"}, "x2": {"field": "high"}}
     mean = {**common, "x": x, **({"tooltip": tooltip} if tooltip else {})}
     return [
-        mark("rule", ends, INTERVAL_FILTER, strokeWidth=2),
-        mark("point", mean, **{"filled": True, "size": 60, "opacity": 1, **dot}),
+        mark_layer("rule", ends, INTERVAL_FILTER, strokeWidth=2),
+        mark_layer("point", mean, **{"filled": True, "size": 60, "opacity": 1, **dot}),
     ]
 
 
@@ -166,21 +166,21 @@ def heat_map(x: Spec, y: Spec, color: Spec, tooltip: list[Spec], text: str = "",
     """
     place = {"x": x, "y": y, "tooltip": tooltip}
     words = [
-        mark("text", {**place, "text": {"field": text}}, {"filter": test}, style=style, fontSize=11.5)
+        mark_layer("text", {**place, "text": {"field": text}}, {"filter": test}, style=style, fontSize=11.5)
         for style, test in (("onstrong", strong), ("onweak", f"!({strong})"))
         if text
     ]
-    return layer_chart(mark("rect", {**place, "color": color}, **{"cornerRadius": 2, **look}), *words)
+    return layer_chart(mark_layer("rect", {**place, "color": color}, **{"cornerRadius": 2, **look}), *words)
 
 
-def shade(field: str, title: str, *, form: str = "", **scale: object) -> Spec:
+def intensity_channel(field: str, title: str, *, form: str = "", **scale: object) -> Spec:
     """Build a color channel that ranges from pale to strong."""
     legend = {"gradientLength": 160, "gradientThickness": 8, **({"format": form} if form else {})}
     scale = {"range": "heatmap", "clamp": True, **scale}
     return {"field": field, "type": "quantitative", "title": title, "scale": scale, "legend": legend}
 
 
-def panels(
+def facet_panels(
     inner: Spec, field: str, order: Iterable[str], below: str | None, *, high: int = 120, **more: object
 ) -> Spec:
     """Build small multiples with one panel for each value of a field.
@@ -218,16 +218,20 @@ def line_panels(data: Rows, x: Spec, y: Spec, tint: Spec, tooltip: list[Spec], b
     ends = {"y": {**y, "field": "low"}, "y2": {"field": "high"}, "x": x, "color": tint}
     grey = {**place, "detail": [{"field": "method"}, {"field": "model"}]}
     pale = {"strokeWidth": 0.8, "opacity": 0.45 if len(order) < 9 else 0.2, "style": "ghost"}
-    ghosts = mark("line", grey, MEAN_FILTER, data="rows", clip=True, tooltip=None, **pale)
+    ghosts = mark_layer("line", grey, MEAN_FILTER, data="rows", clip=True, tooltip=None, **pale)
     shown = select_filters(data)
     layers = [
-        mark("area", ends, INTERVAL_FILTER, opacity=0.16, clip=True, tooltip=None),
-        mark("line", {**place, "color": tint, "detail": seeds}, SEED_FILTER, strokeWidth=1, opacity=0.5, clip=True),
-        mark("line", {**place, "color": tint}, MEAN_FILTER, clip=True),
-        mark("point", {**place, "color": tint, "tooltip": tooltip}, MEAN_FILTER, size=45, opacity=dots, clip=True),
+        mark_layer("area", ends, INTERVAL_FILTER, opacity=0.16, clip=True, tooltip=None),
+        mark_layer(
+            "line", {**place, "color": tint, "detail": seeds}, SEED_FILTER, strokeWidth=1, opacity=0.5, clip=True
+        ),
+        mark_layer("line", {**place, "color": tint}, MEAN_FILTER, clip=True),
+        mark_layer(
+            "point", {**place, "color": tint, "tooltip": tooltip}, MEAN_FILTER, size=45, opacity=dots, clip=True
+        ),
     ]
     layers = [layer for layer in layers if layer["transform"][0] in shown]
-    return panels(layer_chart(*([ghosts] if len(order) > 1 else []), *layers), "method", order, below)
+    return facet_panels(layer_chart(*([ghosts] if len(order) > 1 else []), *layers), "method", order, below)
 
 
 def model_color_channel(rows: list[Row]) -> Spec:
@@ -263,10 +267,10 @@ def axis_domain(values: Iterable[float | None], air: float = 0.06) -> list[float
     return [low - more, high + more]
 
 
-def slug(name: str) -> str:
+def make_slug(name: str) -> str:
     """Convert a name to a safe file name and HTML ID.
 
-    >>> slug("../my metric")
+    >>> make_slug("../my metric")
     'my-metric'
     """
     return re.sub(r"[^\w-]+", "-", name).strip("-")

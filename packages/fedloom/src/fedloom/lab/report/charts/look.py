@@ -26,14 +26,14 @@ _BY_READER = (
     f"<style>text{{fill:{INK_COLORS[0]}}}@media(prefers-color-scheme:dark){{text{{fill:{INK_COLORS[1]}}}}}</style>"
 )
 """Style element that overrides the text color that Vega-Lite writes."""
-_UNUSED_ATTRIBUTES = re.compile(r' (?:role|pointer-events|aria-[a-z]+)="[^"]*"')
+_UNUSED_ATTRIBUTE_PATTERN = re.compile(r' (?:role|pointer-events|aria-[a-z]+)="[^"]*"')
 """Pattern of SVG attributes that an image on a page does not need."""
 PHONE_WIDTH = 364
 """Width in pixels of an image that a 390-pixel phone screen shows without shrinking its text."""
 LETTER_WIDTH = 7.0
 """Mean width in pixels of a character in a label."""
 
-NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+NON_XML_PATTERN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Pattern of characters that XML 1.0 documents must not contain."""
 
 
@@ -43,7 +43,7 @@ def _replace_invalid_xml(value: object) -> Any:
     Such a character would make the rendering library abort the process.
     """
     if isinstance(value, str):
-        return NOT_XML.sub("\ufffd", value)
+        return NON_XML_PATTERN.sub("\ufffd", value)
     if isinstance(value, dict):
         return {_replace_invalid_xml(key): _replace_invalid_xml(inner) for key, inner in value.items()}
     return [_replace_invalid_xml(inner) for inner in value] if isinstance(value, list | tuple) else value
@@ -118,7 +118,7 @@ def svg_for_pages(spec: Spec) -> str:
         "style": {**common["style"], "plain": {"color": GREY_COLOR}, "ghost": {"color": GREY_COLOR}},
         "text": {"color": GREY_COLOR, "font": FILE_FONT, "fontSize": 12},
     }
-    text = _UNUSED_ATTRIBUTES.sub("", _convert_to_svg({**spec, "config": config}))
+    text = _UNUSED_ATTRIBUTE_PATTERN.sub("", _convert_to_svg({**spec, "config": config}))
     return text.replace(">", f">{_BY_READER}", 1) + "\n"
 
 

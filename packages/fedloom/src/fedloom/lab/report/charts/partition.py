@@ -10,11 +10,11 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from fedloom.formats import fixed, rounded, significant
+from fedloom.formats import format_fixed, format_significant, round_significant
 from fedloom.lab.report.charts import kit
 from fedloom.lab.report.charts.kit import Figure, Rows, Spec
 from fedloom.lab.report.markup import render_scrolling_table
-from fedloom.lab.report.numbers import Row, run_of, seeds_of
+from fedloom.lab.report.numbers import Row, find_run, find_seeds
 from fedloom.lab.report.run import Integers, Key, Numbers, Run, RunPartition
 
 MAX_CLASS_CELLS = 4_000
@@ -102,7 +102,9 @@ def _range_text(values: Numbers | None) -> str:
     finite = np.empty(0) if values is None else values[np.isfinite(values)]
     if not len(finite):
         return ""
-    mean, low, high = (fixed(v, 2 if finite.max() < 20 else 0) for v in (finite.mean(), finite.min(), finite.max()))
+    mean, low, high = (
+        format_fixed(v, 2 if finite.max() < 20 else 0) for v in (finite.mean(), finite.min(), finite.max())
+    )
     return Markup('{} <span class="half">{} to {}</span>').format(mean, low, high)
 
 
@@ -160,7 +162,7 @@ def _draw_partition(skew: PartitionSkew, id: str, where: str) -> Figure | None:
             "client": clients[i],
             "class": titles[c],
             "count": int(counts[i, c]),
-            "share": rounded(float(share[i, c])),
+            "share": round_significant(float(share[i, c])),
         }
         for place, i in enumerate(shown)
         for c in range(classes)
@@ -175,16 +177,16 @@ def _draw_partition(skew: PartitionSkew, id: str, where: str) -> Figure | None:
     y["axis"] = None if many and len(shown) > 300 else y["axis"] | {"labels": not many}
     x = kit.nominal_channel("class", titles, "Class", scale={"padding": 0.04})
     hints = kit.tooltip(("client", "Client"), ("class", "Class"), ("count", "Samples"))
-    share_shade = kit.shade("share", "Fraction of the client's samples", form="%", domain=[0, 1])
+    share_shade = kit.intensity_channel("share", "Fraction of the client's samples", form="%", domain=[0, 1])
     heat = kit.heat_map(x, y, share_shade, hints, cornerRadius=0 if many else 2) | {"width": 480, "height": high}
     across = {"x": kit.number("size", "Samples", scale={"zero": True}, axis={"tickCount": 2}), "y": {**y, "axis": None}}
     tooltip = kit.tooltip(("client", "Client"), ("size", "Samples"))
-    bars = kit.mark(
+    bars = kit.mark_layer(
         "bar", {**across, "tooltip": tooltip}, data="sizes", style="plain", cornerRadiusEnd=0 if many else 2
     )
     means = {n: float(np.nanmean(v)) for n, v in skew.values.items() if n != "sizes" and np.isfinite(v).any()}
     words = ", ".join(
-        f"{PARTITION_TITLES[n] if n == 'js' else PARTITION_TITLES[n].lower()} {significant(mean, 3)}"
+        f"{PARTITION_TITLES[n] if n == 'js' else PARTITION_TITLES[n].lower()} {format_significant(mean, 3)}"
         for n, mean in means.items()
     )
     some = f" {len(shown)} of {n} clients are shown." if len(shown) < n else ""
@@ -250,7 +252,7 @@ def draw_cluster_shares(runs: list[Run], rows: list[Row]) -> Figure | None:
     if not cells:
         return None
     order = [cell["client"] for cell in cells]
-    drawn = _draw_rounds(cells, order, kit.shade(SHARE_FIGURE, "Share", form="%"), (SHARE_FIGURE, "seed"))
+    drawn = _draw_rounds(cells, order, kit.intensity_channel(SHARE_FIGURE, "Share", form="%"), (SHARE_FIGURE, "seed"))
     caption = (
         "Every client's weight in the objective after each recorded round, first seed. All recovered clusters have "
         "equal weights, as do all clients within a cluster."
@@ -262,8 +264,8 @@ def draw_cluster_shares(runs: list[Run], rows: list[Row]) -> Figure | None:
 def _first_seeds(runs: list[Run], rows: list[Row], name: str) -> Iterator[tuple[Run, Row, int]]:
     """Yield a run, a row and the first recorded seed for each method that recorded the series ``name``."""
     for row in {row.name: row for row in rows}.values():
-        run = run_of(runs, row)
-        seeds = [s for s in seeds_of(run, row.method) if Key(row.method, s, "", "", name) in run.series]
+        run = find_run(runs, row)
+        seeds = [s for s in find_seeds(run, row.method) if Key(row.method, s, "", "", name) in run.series]
         if seeds:
             yield run, row, seeds[0]
 
@@ -281,7 +283,7 @@ def _draw_rounds(cells: Rows, clients: list[str], colour: Spec, more: tuple[str,
         cornerRadius=1,
     )
     high = max(120, min(600, 18 * len(set(clients))))
-    return kit.panels(inner, "method", [cell["method"] for cell in cells], "Round", high=high)
+    return kit.facet_panels(inner, "method", [cell["method"] for cell in cells], "Round", high=high)
 
 
 def _evenly_spaced_items(items: int | Integers, most: int) -> Integers:

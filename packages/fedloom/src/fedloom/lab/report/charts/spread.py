@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedloom.formats import rounded
+from fedloom.formats import round_significant
 from fedloom.lab.report.charts import kit
 from fedloom.lab.report.charts.kit import Figure, Rows, Spec
 from fedloom.lab.report.naming import lowercase_title, metric, titled
-from fedloom.lab.report.numbers import BASELINE_ROLES, Row, run_of, seeds_of
+from fedloom.lab.report.numbers import BASELINE_ROLES, Row, find_run, find_seeds
 from fedloom.lab.report.run import Integers, Key, Numbers, Run
 
 MAX_DOTS, MIN_ROW_DOTS = 2000, 40
@@ -60,11 +60,11 @@ def draw_gains_over_baseline(runs: list[Run], rows: list[Row], lead: str) -> Fig
     gains: list[tuple[Row, Seeds]] = []
     against: dict[str, None] = {}
     for row in rows:
-        run, base = run_of(runs, row), _baseline_row(rows, row)
+        run, base = find_run(runs, row), _baseline_row(rows, row)
         if base is None or (base.method, base.model) == (row.method, row.model):
             continue
         by_seed: Seeds = {}
-        for seed in seeds_of(run, row.method):
+        for seed in find_seeds(run, row.method):
             (ids, scores), (base_ids, base_scores) = (last_results(run, r, seed, lead) for r in (row, base))
             both, i, j = np.intersect1d(ids, base_ids, assume_unique=True, return_indices=True)
             by_seed[seed] = (both, sign * (scores[i] - base_scores[j]))
@@ -119,17 +119,19 @@ def _draw_box_plots(
     most = max(MIN_ROW_DOTS, MAX_DOTS // len(rows))
     for i in order:
         values, tags = pool_seed_values(scores[i]), {"row": rows[i].title, "model": rows[i].model}
-        p10, q1, median, q3, p90 = (rounded(float(v)) for v in np.quantile(values, [0.1, 0.25, 0.5, 0.75, 0.9]))
-        box = {"minimum": rounded(values.min()), "p10": p10, "q1": q1, "median": median, "q3": q3, "p90": p90}
-        more = {"better": rounded(float((values > 0).mean()))} if zero else {}
-        boxes.append({**tags, "method": rows[i].name, **box, "maximum": rounded(values.max()), **more,
+        p10, q1, median, q3, p90 = (
+            round_significant(float(v)) for v in np.quantile(values, [0.1, 0.25, 0.5, 0.75, 0.9])
+        )
+        box = {"minimum": round_significant(values.min()), "p10": p10, "q1": q1, "median": median, "q3": q3, "p90": p90}
+        more = {"better": round_significant(float((values > 0).mean()))} if zero else {}
+        boxes.append({**tags, "method": rows[i].name, **box, "maximum": round_significant(values.max()), **more,
                       "clients": len(values)})  # fmt: skip
         seeds = np.concatenate([np.full(len(ids), seed) for seed, (ids, _) in scores[i].items()])
         clients = np.concatenate([ids for ids, _ in scores[i].values()])
         places = np.linspace(0, len(values) - 1, min(len(values), most)).astype(int)
         for k in np.argsort(values, kind="stable")[places].tolist():
-            client = run_of(runs, rows[i]).client(int(clients[k]))
-            dots.append({**tags, "seed": int(seeds[k]), "client": client, "value": rounded(float(values[k]))})
+            client = find_run(runs, rows[i]).client(int(clients[k]))
+            dots.append({**tags, "seed": int(seeds[k]), "client": client, "value": round_significant(float(values[k]))})
     off = (
         set() if zero else kit.find_off_axis_names({box["row"]: max(abs(box["p10"]), abs(box["p90"])) for box in boxes})
     )
@@ -151,10 +153,10 @@ def _draw_box_plots(
     dot = kit.tooltip(("row", "Method"), ("client", "Client"), ("seed", "Seed"), ("value", title, ".4~g"))
     box_plot = {"size": 9, "outliers": False, "opacity": 0.75, "median": {"color": "white", "strokeWidth": 2}}
     layers = [
-        *([kit.mark("rule", {"x": {"datum": 0}}, color="#d33f3f", strokeWidth=1.4, aria=False)] if zero else []),
-        kit.mark("boxplot", {**place, "color": tint, "tooltip": quartiles}, summary, middle, data="dots", clip=True,
-                 **box_plot),
-        kit.mark("point", {**place, "color": tint, "tooltip": dot}, data="dots", size=18, opacity=0.3, clip=True,
+        *([kit.mark_layer("rule", {"x": {"datum": 0}}, color="#d33f3f", strokeWidth=1.4, aria=False)] if zero else []),
+        kit.mark_layer("boxplot", {**place, "color": tint, "tooltip": quartiles}, summary, middle, data="dots",
+                 clip=True, **box_plot),
+        kit.mark_layer("point", {**place, "color": tint, "tooltip": dot}, data="dots", size=18, opacity=0.3, clip=True,
                  yOffset=13),
     ]  # fmt: skip
     spec = kit.layer_chart(*layers, width=640, height=44 * len(boxes))

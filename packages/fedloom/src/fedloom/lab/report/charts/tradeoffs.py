@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fedloom.formats import percent
+from fedloom.formats import format_percent
 from fedloom.lab.report.charts import kit
 from fedloom.lab.report.charts.kit import INTERVAL_FILTER, MEAN_FILTER, SEED_FILTER, Figure, Rows, Spec
 from fedloom.lab.report.charts.look import LETTER_WIDTH
@@ -168,7 +168,7 @@ def _scatter_chart(
     level = {"x": {**x, "field": f"{column}_low"}, "x2": {"field": f"{column}_high"}, "y": y, **tint}
     # The filter also drops points outside the axis range: even an empty text there would shrink the plot to nothing.
     sides = [
-        kit.mark(
+        kit.mark_layer(
             "text",
             {**place, "text": {"field": "label"}},
             {"filter": f"(datum.label || datum.label_narrow) && datum.side === '{align}'"},
@@ -178,14 +178,14 @@ def _scatter_chart(
         for align, dx in (("left", LABEL_DISTANCE), ("right", -LABEL_DISTANCE))
     ]
     intervals = [
-        kit.mark("rule", vertical, INTERVAL_FILTER, opacity=0.3, clip=True),
-        kit.mark("rule", level, INTERVAL_FILTER, opacity=0.3, clip=True),
+        kit.mark_layer("rule", vertical, INTERVAL_FILTER, opacity=0.3, clip=True),
+        kit.mark_layer("rule", level, INTERVAL_FILTER, opacity=0.3, clip=True),
     ]
-    single = kit.mark("point", {**place, **tint}, data="seeds", size=14, opacity=0.5, clip=True, tooltip=None)
+    single = kit.mark_layer("point", {**place, **tint}, data="seeds", size=14, opacity=0.5, clip=True, tooltip=None)
     return kit.layer_chart(
         *(intervals if any(point["low"] is not None for point in data) else []),
         *([single] if seeds else []),
-        kit.mark(
+        kit.mark_layer(
             "point",
             place,
             {"filter": "datum.best"},
@@ -197,7 +197,7 @@ def _scatter_chart(
             clip=True,
             tooltip=None,
         ),
-        kit.mark("point", {**place, **tint, "tooltip": hints}, size=80, opacity=1, clip=True),
+        kit.mark_layer("point", {**place, **tint, "tooltip": hints}, size=80, opacity=1, clip=True),
         *sides,
         width=640,
         height=360,
@@ -254,9 +254,9 @@ def _draw_cost_to_target(runs: list[Run], rows: list[Row], lead: str, models: Mo
     goal = f"{lowercase_title(metric(lead).title)} {' or '.join(dict.fromkeys(targets))}"
     never = f" Not reached with every seed: {', '.join(dict.fromkeys(missed))}." if missed else ""
     best = (
-        f"{percent(TARGET_SHARE)} of the best result"
+        f"{format_percent(TARGET_SHARE)} of the best result"
         if metric(lead).higher_is_better
-        else f"the best result over {percent(TARGET_SHARE)}"
+        else f"the best result over {format_percent(TARGET_SHARE)}"
     )
     caption = (
         f"Total cost of all clients until the mean test result first reaches {goal}, where {best} is the best of the "
@@ -280,11 +280,11 @@ def _draw_measures(id: str, tab: str, title: str, caption: str, data: Rows, fiel
     look = {"size": 80, "opacity": 1} if tint else {"size": 11, "cornerRadiusEnd": 2, "style": "plain"}
     hints = kit.tooltip((field, "Method"), ("measure", "Measure")) + kit.interval_tips("Mean over seeds")
     inner = kit.layer_chart(
-        kit.mark("point" if tint else "bar", {**place, "tooltip": hints}, MEAN_FILTER, **look),
-        kit.mark("rule", ends, INTERVAL_FILTER, strokeWidth=1.4, opacity=0.7),
-        kit.mark("point", place, SEED_FILTER, size=12, opacity=0.7, tooltip=None),
+        kit.mark_layer("point" if tint else "bar", {**place, "tooltip": hints}, MEAN_FILTER, **look),
+        kit.mark_layer("rule", ends, INTERVAL_FILTER, strokeWidth=1.4, opacity=0.7),
+        kit.mark_layer("point", place, SEED_FILTER, size=12, opacity=0.7, tooltip=None),
     )
     inner["layer"] = [layer for layer in inner["layer"] if layer["transform"][0] in kit.select_filters(data)]
-    spec = kit.panels(inner, "measure", [point["measure"] for point in data], None, high=24 * len(order))
+    spec = kit.facet_panels(inner, "measure", [point["measure"] for point in data], None, high=24 * len(order))
     spec["resolve"]["scale"] = {"x": "independent"}
     return Figure(id, "costs", tab, title, caption, spec, {"rows": data}, "facet")

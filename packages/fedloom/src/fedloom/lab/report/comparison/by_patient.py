@@ -18,20 +18,20 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.formats import UNKNOWN_DASH, fixed, p_value, pair
+from fedloom.formats import UNKNOWN_DASH, format_fixed, format_p_value, format_pair
 from fedloom.lab.report.comparison.bootstrap import standard_error, weighted_metric
 from fedloom.lab.report.comparison.gains import SiteGains
 from fedloom.lab.report.csv_files import render_csv
 from fedloom.lab.report.markup import render_scrolling_table
 from fedloom.lab.report.naming import describe_figure, metric
-from fedloom.lab.report.numbers import run_of
+from fedloom.lab.report.numbers import find_run
 from fedloom.lab.report.patients import StoredPredictions, benign_test_predictions, is_binary
 from fedloom.lab.report.run import Numbers, Run
 
 CONFIDENCE_LEVEL = 0.95
 BOOTSTRAP_METRICS = ("accuracy", "c_index", "macro_auroc", "r2", "rmse", "mae", "deviance")
 """Metrics whose intervals are computed by the bootstrap."""
-MIN_CLASS_SAMPLES = 2
+MIN_DELONG_SAMPLES = 2
 """Minimum number of test samples (or subjects) in each class for computing the interval of a difference."""
 
 BY_PATIENT_TEXT = (
@@ -71,7 +71,7 @@ def delong_auroc(scores: Numbers, target: Numbers, units: NDArray[np.int64] | No
 
     Args:
         scores: scores ``[k, N]``. Higher scores indicate the second class.
-        target: targets ``[N]``, 0 or 1. Each class must have at least `MIN_CLASS_SAMPLES` samples, from at least as
+        target: targets ``[N]``, 0 or 1. Each class must have at least `MIN_DELONG_SAMPLES` samples, from at least as
             many subjects.
         units: subject number of each sample, counted from 0, ``[N]``. If None, each sample is a separate subject.
     """
@@ -134,7 +134,7 @@ def compare_predictions(name: str, lead: str, alone: StoredPredictions, shared: 
     if lead == "auroc":
         cases, controls = (alone.count(alone.target == k) for k in (1, 0))
         events: int | None = cases
-        if min(cases, controls) < MIN_CLASS_SAMPLES:
+        if min(cases, controls) < MIN_DELONG_SAMPLES:
             return SiteDifference(name, count, lead, cases, math.nan, math.nan, math.nan, math.nan)
         scores = np.stack([alone.prediction, shared.prediction])
         areas, covariance = delong_auroc(scores, alone.target, None if alone.subject is None else units)
@@ -159,7 +159,7 @@ def patient_gains(runs: list[Run], by_site: Sequence[SiteGains]) -> list[tuple[s
 
     The label is empty if there is only one run.
     """
-    by_run = [(table.run, patient_differences(run_of(runs, table.alone), table)) for table in by_site]
+    by_run = [(table.run, patient_differences(find_run(runs, table.alone), table)) for table in by_site]
     return [(label, lines) for label, lines in by_run if lines]
 
 
@@ -184,8 +184,12 @@ def _difference_sentence(line: SiteDifference) -> list[str]:
     if math.isnan(line.alone) or math.isnan(line.together):
         return [UNKNOWN_DASH] * 4
     gain = (line.together - line.alone) * (1 if metric(line.metric).higher_is_better else -1)
-    difference = pair(fixed(gain, 3, signed=True), fixed(line.half, 3)) if line.half == line.half else UNKNOWN_DASH
-    return [fixed(line.alone, 3), fixed(line.together, 3), difference, p_value(line.p)]
+    difference = (
+        format_pair(format_fixed(gain, 3, signed=True), format_fixed(line.half, 3))
+        if line.half == line.half
+        else UNKNOWN_DASH
+    )
+    return [format_fixed(line.alone, 3), format_fixed(line.together, 3), difference, format_p_value(line.p)]
 
 
 def differences_csv(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> str:

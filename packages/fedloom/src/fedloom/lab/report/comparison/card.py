@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedloom.errors import ConfigError
-from fedloom.formats import significant
+from fedloom.formats import format_significant
 from fedloom.lab.report.comparison.contenders import best_row, select_contenders
 from fedloom.lab.report.comparison.gains import MAX_LISTED_SITES, federated_leader, site_estimate, values_by_seed
 from fedloom.lab.report.groups import group_cells
@@ -138,7 +138,7 @@ def _privacy_lines(run: Run, row: Row) -> str:
         if key.method == row.method and key.metric == "epsilon" and len(points.value)
     ]
     if spent:
-        return f"Epsilon spent by the client that participated most often: {significant(max(spent))}."
+        return f"Epsilon spent by the client that participated most often: {format_significant(max(spent))}."
     return "No epsilon was recorded: the model has no guarantee of differential privacy."
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedloom.formats import pair as with_half
-from fedloom.formats import significant, write_total
+from fedloom.formats import format_pair as with_half
+from fedloom.formats import format_significant, write_total
 from fedloom.lab.report.comparison.contenders import Models, best_row, default_baseline, select_contenders
 from fedloom.lab.report.comparison.criteria import group_comparable_runs
 from fedloom.lab.report.comparison.family import PairVerdict
@@ -19,7 +19,7 @@ from fedloom.lab.report.reading import read_runs
 from fedloom.lab.report.run import Run
 from fedloom.lab.report.tables import cell_text, make_arrow_table, write_difference
 
-SHOWN_PAIRS = 3
+MAX_SHOWN_PAIRS = 3
 """Maximum number of differences shown in a terminal and at the top of a report. The report's table of pairs contains
 all differences."""
 
@@ -45,7 +45,7 @@ class Conclusion(NamedTuple):
     cost: str
     tests: tuple[Pair, ...] = ()
 
-    def lines(self, shown: int | None = SHOWN_PAIRS) -> list[str]:
+    def lines(self, shown: int | None = MAX_SHOWN_PAIRS) -> list[str]:
         """Return the conclusion as a list of lines.
 
         Args:
@@ -197,7 +197,7 @@ def _cost_sentence(rows: list[Row]) -> str:
         if work is not None and work.finite:
             traffic = sum(estimate.mean for estimate in (up, down) if estimate is not None and estimate.finite)
             parts.append(
-                f"{row.name} {write_total(work.mean)} gradients + {significant(traffic / MEGABYTE_BYTES, 3)} MB"
+                f"{row.name} {write_total(work.mean)} gradients + {format_significant(traffic / MEGABYTE_BYTES, 3)} MB"
             )
     return f"Cost per run: {', '.join(parts)}." if parts else ""
 

@@ -22,8 +22,8 @@ from fedloom.lab.report.numbers import (
     aggregate_clients,
     are_close,
     equal_seeds,
-    run_of,
-    seeds_of,
+    find_run,
+    find_seeds,
     test_metrics,
 )
 from fedloom.lab.report.run import Key, Points, Run
@@ -53,9 +53,9 @@ def select_contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models =
             chosen[place] = row
     shown = list(chosen.values())
     for run in runs:
-        run_rows = [row for row in shown if run_of(list(runs), row) is run]
+        run_rows = [row for row in shown if find_run(list(runs), row) is run]
         if any(row.model == "hybrid" for row in run_rows):
-            shown += [rival for rival in [better_of_both(run, run_rows)] if rival is not None]
+            shown += [rival for rival in [make_best_reference_row(run, run_rows)] if rival is not None]
     return shown
 
 
@@ -64,9 +64,11 @@ def select_one_per_method(runs: Sequence[Run], rows: Sequence[Row], models: Mode
     return select_contenders(runs, rows, "best-on-validation" if models == "all" else models)
 
 
-def contenders_of(run: Run, runs: list[Run], rows: Sequence[Row], lead: str) -> list[Row]:
+def select_run_contenders(run: Run, runs: list[Run], rows: Sequence[Row], lead: str) -> list[Row]:
     """Select one run's compared rows that have a result for the metric ``lead``."""
-    return [row for row in select_contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
+    return [
+        row for row in select_contenders([run], [r for r in rows if find_run(runs, r) is run]) if lead in row.figures
+    ]
 
 
 def best_row(rows: Sequence[Row], lead: str) -> Row | None:
@@ -95,7 +97,7 @@ def _model_rank(row: Row, models: Models) -> int:
     return order.index(row.model) if row.model in order else len(order)
 
 
-def better_of_both(run: Run, rows: Sequence[Row]) -> Row | None:
+def make_best_reference_row(run: Run, rows: Sequence[Row]) -> Row | None:
     """Return a row with the better of local training and FedAvg for each client, chosen on validation data.
 
     Return None unless both were run.
@@ -109,7 +111,7 @@ def better_of_both(run: Run, rows: Sequence[Row]) -> Row | None:
     if local is None or shared is None:
         return None
     figures: dict[str, dict[int, float]] = {}
-    for seed in seeds_of(run, local.method):
+    for seed in find_seeds(run, local.method):
         takes = _prefers_shared_mask(run, local, shared, seed)
         if takes is None:
             continue

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedloom.formats import significant
+from fedloom.formats import format_significant
 from fedloom.lab.report.comparison.contenders import (
     Models,
     are_same_models,
@@ -23,7 +23,7 @@ from fedloom.lab.report.comparison.contenders import (
 )
 from fedloom.lab.report.comparison.family import run_family_tests, seed_differences
 from fedloom.lab.report.naming import COST_FIGURES, MEGABYTE_BYTES, describe_figure, is_ratio, lowercase_title, metric
-from fedloom.lab.report.numbers import EMPTY_CURVE, Curve, Estimate, Row, benign_curve, run_of
+from fedloom.lab.report.numbers import EMPTY_CURVE, Curve, Estimate, Row, benign_curve, find_run
 from fedloom.lab.report.run import Key, Run
 
 TARGET_SHARE = 0.95
@@ -89,7 +89,7 @@ def group_comparable_runs(runs: list[Run], rows: list[Row]) -> list[tuple[str, l
         same = repr([options.get("data"), options.get("partition"), attack if attack.get("fraction") else {}])
         group = groups.setdefault(same, ([], []))
         group[0].append(run)
-        group[1].extend(row for row in rows if run_of(runs, row) is run)
+        group[1].extend(row for row in rows if find_run(runs, row) is run)
     return [(", ".join(run.label for run in task_runs), task_runs, shown) for task_runs, shown in groups.values()]
 
 
@@ -210,10 +210,10 @@ def common_target(runs: list[Run], rows: list[Row], lead: str, models: Models = 
 def target_text(lead: str, target: float) -> str:
     """Return a metric's target as text with its unit."""
     shown = metric(lead)
-    return f"{significant(target * shown.scale)} {shown.unit}".rstrip()
+    return f"{format_significant(target * shown.scale)} {shown.unit}".rstrip()
 
 
-def target_of_run(
+def find_run_target(
     run: Run, runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation"
 ) -> float:
     """Return a run's target, which is the same for all comparable runs."""
@@ -234,12 +234,12 @@ def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, co
         spent: dict[int, float] = {}
         seeds = row.figures[lead].by_seed if lead in row.figures else {}
         for seed in seeds:
-            run = run_of(runs, row)
+            run = find_run(runs, row)
             result = benign_curve(run, Key(row.method, seed, row.model, "test", lead), "mean")
-            reached = round_of(result, target, metric(lead).higher_is_better)
+            reached = find_target_round(result, target, metric(lead).higher_is_better)
             if reached == 0:
                 return {}
-            total = cumulative(run, row.method, seed, cost)
+            total = accumulate_cost(run, row.method, seed, cost)
             if reached is not None and len(total.round):
                 spent[seed] = total_up_to_round(total, reached)
         if spent and len(spent) == len(seeds):
@@ -247,7 +247,7 @@ def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, co
     return spent_by_row
 
 
-def cumulative(run: Run, method: str, seed: int, cost: str) -> Curve:
+def accumulate_cost(run: Run, method: str, seed: int, cost: str) -> Curve:
     """Return the cumulative work, traffic or time at each recorded round.
 
     ``bytes`` is the traffic in both directions, and ``seconds`` is the duration of the rounds.
@@ -263,7 +263,7 @@ def cumulative(run: Run, method: str, seed: int, cost: str) -> Curve:
     return Curve(curves[0].round, np.sum([part.value for part in curves], axis=0))
 
 
-def round_of(result: Curve, target: float, higher: bool) -> int | None:
+def find_target_round(result: Curve, target: float, higher: bool) -> int | None:
     """Return the first recorded round in which a result reaches the target, or None if there is no such round."""
     reached = result.value >= target if higher else result.value <= target
     return int(result.round[np.argmax(reached)]) if reached.any() else None
@@ -310,6 +310,6 @@ def find_winner(criterion: Criterion, rows: list[Row], ratio: float = 0.0) -> Wi
         nearest.half,
         provisional,
         nearest.seeds,
-        any(lead.testable for lead in leads.values()),
+        any(lead.is_testable for lead in leads.values()),
         any(row.name not in {rows[i].name for i in fair} for row in rows),
     )

@@ -7,13 +7,19 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fedloom.formats import UNKNOWN_DASH, finite, fixed, significant
-from fedloom.lab.report.comparison.contenders import Models, contenders_of
-from fedloom.lab.report.comparison.criteria import cumulative, round_of, target_of_run, target_text, total_up_to_round
+from fedloom.formats import UNKNOWN_DASH, finite_or_none, format_fixed, format_significant
+from fedloom.lab.report.comparison.contenders import Models, select_run_contenders
+from fedloom.lab.report.comparison.criteria import (
+    accumulate_cost,
+    find_run_target,
+    find_target_round,
+    target_text,
+    total_up_to_round,
+)
 from fedloom.lab.report.csv_files import render_csv
 from fedloom.lab.report.markup import render_scrolling_table
 from fedloom.lab.report.naming import describe_figure, titled
-from fedloom.lab.report.numbers import Estimate, Row, aggregate_clients, seeds_of
+from fedloom.lab.report.numbers import Estimate, Row, aggregate_clients, find_seeds
 from fedloom.lab.report.run import Key, Numbers, Run
 from fedloom.lab.report.tables import cell_text
 from fedloom.rundir import UPLOADS_FIGURE
@@ -35,13 +41,13 @@ def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = 
         by_class, lines = [*_device_class_figures(run, runs, rows, lead, models)], []
         for row, name, _, figures in by_class:
             of_metric = (cell_text(lead, figures[key]) for key in ("mean", "worst10"))
-            counts = (fixed(figures[key].mean, 1) for key in ("uploads", "staleness"))
-            hours, idle = figures["seconds_to_target"], fixed(100 * figures["idle_share"].mean, 1)
+            counts = (format_fixed(figures[key].mean, 1) for key in ("uploads", "staleness"))
+            hours, idle = figures["seconds_to_target"], format_fixed(100 * figures["idle_share"].mean, 1)
             missed = len(hours.finite) < len(hours.by_seed)
             lines.append(
                 [
-                    f"{row.method}, {name}", fixed(figures["clients"].mean, 0), *of_metric, *counts, idle,
-                    UNKNOWN_DASH if missed else significant(hours.mean / 3600),
+                    f"{row.method}, {name}", format_fixed(figures["clients"].mean, 0), *of_metric, *counts, idle,
+                    UNKNOWN_DASH if missed else format_significant(hours.mean / 3600),
                 ]
             )  # fmt: skip
         if not lines:
@@ -59,7 +65,15 @@ def device_tables(runs: list[Run], rows: list[Row], lead: str, models: Models = 
 def devices_csv(runs: list[Run], rows: list[Row], lead: str, models: Models = "best-on-validation") -> str:
     """Return the metrics of each device class as CSV, as unscaled means over seeds. Unknown values are left empty."""
     lines = [
-        (run.label, row.method, row.model, name, lead, target, *(finite(figures[key].mean) for key in DEVICE_FIGURES))
+        (
+            run.label,
+            row.method,
+            row.model,
+            name,
+            lead,
+            target,
+            *(finite_or_none(figures[key].mean) for key in DEVICE_FIGURES),
+        )
         for run in runs
         for row, name, target, figures in _device_class_figures(run, runs, rows, lead, models)
     ]
@@ -73,12 +87,14 @@ def _device_class_figures(
 
     Methods with a single device class are omitted.
     """
-    compared = contenders_of(run, runs, rows, lead)
-    target = target_of_run(run, runs, rows, lead, models)
+    compared = select_run_contenders(run, runs, rows, lead)
+    target = find_run_target(run, runs, rows, lead, models)
     for row in compared:
         names = next((record.device_classes for record in row.records if record.device_classes), ())
         for place, name in enumerate(names if len(names) > 1 else ()):
-            by_seed = {seed: _class_figures(run, row, seed, place, lead, target) for seed in seeds_of(run, row.method)}
+            by_seed = {
+                seed: _class_figures(run, row, seed, place, lead, target) for seed in find_seeds(run, row.method)
+            }
             some = {seed: numbers for seed, numbers in by_seed.items() if numbers}
             if some:
                 yield row, name, target, {key: Estimate({s: v[key] for s, v in some.items()}) for key in DEVICE_FIGURES}
@@ -106,8 +122,8 @@ def _class_figures(run: Run, row: Row, seed: int, place: int, lead: str, target:
         last("staleness"),
         last("idle_seconds"),
     )
-    present, reached = float((last("busy_seconds") + idle).sum()), round_of(mean, target, higher)
-    seconds = cumulative(run, row.method, seed, "simulated_seconds")
+    present, reached = float((last("busy_seconds") + idle).sum()), find_target_round(mean, target, higher)
+    seconds = accumulate_cost(run, row.method, seed, "simulated_seconds")
     return {
         "clients": float(len(clients)), "mean": mean.last, "worst10": aggregate_clients(scores, "worst10", higher).last,
         "uploads": float(uploads.mean()),

@@ -69,7 +69,7 @@ class DifferenceTest(NamedTuple):
     seeds: int
 
     @property
-    def testable(self) -> bool:
+    def is_testable(self) -> bool:
         """True if the number of seeds is sufficient for a test."""
         return self.seeds >= MIN_SEEDS
 
@@ -92,7 +92,7 @@ def pair_verdict(comparison: DifferenceTest | None, *, higher: bool, margin: flo
     >>> pair_verdict(DifferenceTest(0.5, 1.0, 0.4, 0.4, False, 5), higher=True)
     <PairVerdict.INCONCLUSIVE: 'inconclusive'>
     """
-    if comparison is None or not comparison.testable:
+    if comparison is None or not comparison.is_testable:
         return PairVerdict.UNTESTED
     if comparison.significant:
         return PairVerdict.BETTER if (comparison.mean > 0) == higher else PairVerdict.WORSE
@@ -104,7 +104,7 @@ def untested_reason(comparison: DifferenceTest | None) -> str:
     """Return the reason why a comparison is not tested, or "" if it is tested."""
     if comparison is None:
         return "same models"
-    return "" if comparison.testable else "fewer than five seeds"
+    return "" if comparison.is_testable else "fewer than five seeds"
 
 
 def scope_sentence(ratio: float) -> str:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedloom.formats import UNKNOWN_DASH, finite, interval, pair
-from fedloom.lab.report.comparison.contenders import best_row, contenders_of, last_points, select_contenders
+from fedloom.formats import UNKNOWN_DASH, finite_or_none, format_interval, format_pair
+from fedloom.lab.report.comparison.contenders import best_row, last_points, select_contenders, select_run_contenders
 from fedloom.lab.report.comparison.family import (
     DifferenceTest,
     PairVerdict,
@@ -22,7 +22,7 @@ from fedloom.lab.report.comparison.family import (
 from fedloom.lab.report.csv_files import render_csv
 from fedloom.lab.report.markup import render_part, render_scrolling_table
 from fedloom.lab.report.naming import describe_figure, lowercase_title, metric, titled
-from fedloom.lab.report.numbers import MIN_SEEDS, Estimate, Row, run_of, test_metrics
+from fedloom.lab.report.numbers import MIN_SEEDS, Estimate, Row, find_run, test_metrics
 from fedloom.lab.report.run import Key, Numbers, Run
 from fedloom.lab.report.tables import (
     BOOKTABS_LINE,
@@ -111,7 +111,7 @@ def site_gains(runs: list[Run], rows: list[Row], lead: str) -> list[SiteGains]:
         lead: metric used to compare the models.
     """
     tables = (
-        _gains_table(run, [row for row in rows if run_of(runs, row) is run], lead) for run in runs if _is_by_site(run)
+        _gains_table(run, [row for row in rows if find_run(runs, row) is run], lead) for run in runs if _is_by_site(run)
     )
     return [table for table in tables if table is not None]
 
@@ -159,9 +159,9 @@ def federated_leader(rows: Sequence[Row], lead: str) -> Row | None:
     return best_row([row for row in rows if row.algorithm and row.role not in ("alone", "pooled")], lead)
 
 
-def leader_of(run: Run, runs: list[Run], rows: Sequence[Row], lead: str) -> Row | None:
+def find_leader(run: Run, runs: list[Run], rows: Sequence[Row], lead: str) -> Row | None:
     """Return the federated method with the best mean in a run, or None if there is none."""
-    return federated_leader(contenders_of(run, runs, rows, lead), lead)
+    return federated_leader(select_run_contenders(run, runs, rows, lead), lead)
 
 
 def values_by_seed(run: Run, row: Row, name: str) -> dict[int, Numbers]:
@@ -257,7 +257,7 @@ def _csv_record(table: SiteGains, line: SiteGain) -> dict[str, Any]:
     return {
         "run": table.run, "site": line.site, "metric": table.metric, "alone_method": table.alone.method,
         "together_method": table.together.method, "together_model": table.together.model, "seeds": test.seeds,
-        **{key: finite(value) for key, value in numbers.items()},
+        **{key: finite_or_none(value) for key, value in numbers.items()},
         "verdict": str(line.verdict), "reason": line.reason or untested_reason(line.comparison),
     }  # fmt: skip
 
@@ -291,7 +291,7 @@ def _result_cells(table: SiteGains, line: SiteGain) -> list[tuple[str, str]]:
     scale = describe_figure(table.metric).scale
     mean, half = line.comparison.mean * scale, line.comparison.half * scale
     gain = (
-        interval(mean, half, decimals_of_metric(table.metric), signed=True)
+        format_interval(mean, half, decimals_of_metric(table.metric), signed=True)
         if line.comparison.seeds
         else (UNKNOWN_DASH, "")
     )
@@ -299,7 +299,7 @@ def _result_cells(table: SiteGains, line: SiteGain) -> list[tuple[str, str]]:
 
 
 def _gain_words(table: SiteGains, line: SiteGain) -> list[str]:
-    numbers = [pair(*number) for number in _result_cells(table, line)]
+    numbers = [format_pair(*number) for number in _result_cells(table, line)]
     events = [_span_text(line.events)] if _has_events(table) else []
     return [line.site, _span_text(line.samples), *events, *numbers, line.words]
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from fedloom import formats
 from fedloom.errors import ConfigError
-from fedloom.formats import UNKNOWN_DASH, p_value
-from fedloom.hints import unknown
+from fedloom.formats import UNKNOWN_DASH, format_p_value
+from fedloom.hints import unknown_name_error
 from fedloom.lab.report.comparison.contenders import (
     Models,
     default_baseline,
@@ -30,7 +30,7 @@ from fedloom.lab.report.comparison.family import (
 from fedloom.lab.report.csv_files import render_csv
 from fedloom.lab.report.markup import render_scrolling_table
 from fedloom.lab.report.naming import describe_figure, is_ratio, titled
-from fedloom.lab.report.numbers import Row, leading_metric, run_of
+from fedloom.lab.report.numbers import Row, find_run, leading_metric
 from fedloom.lab.report.run import Run
 from fedloom.lab.report.tables import BOOKTABS_LINE, escape_tex, latex_tabular, mark_cell, render_cell, write_difference
 
@@ -130,9 +130,9 @@ def compare_pairs(
         row = next((row for row in shown if label in (row.method, row.name)), None)
         comparisons += _test_pair_family(shown, row, lead, own_runs, margin) if row else []
     if not everyone and name is not None:
-        raise unknown("figure", lead, {shown: None for row in rows for shown in row.figures})
+        raise unknown_name_error("figure", lead, {shown: None for row in rows for shown in row.figures})
     if baseline is not None and not any(baseline in (row.method, row.name) for row in everyone):
-        raise unknown("method to compare with", baseline, dict.fromkeys(row.name for row in everyone))
+        raise unknown_name_error("method to compare with", baseline, dict.fromkeys(row.name for row in everyone))
     sign = -1 if describe_figure(lead).higher_is_better else 1
     return sorted(comparisons, key=lambda pair: (pair.reference.run, sign * pair.row.figures[lead].mean))
 
@@ -141,7 +141,7 @@ def _test_pair_family(shown: list[Row], base: Row, lead: str, runs: list[Run], m
     place = shown.index(base)
     rivals = [k for k in range(len(shown)) if k != place]
     first = first_positions_of_models(shown, [place, *rivals])
-    log, ratio = is_ratio(lead), run_of(runs, base).ratio
+    log, ratio = is_ratio(lead), find_run(runs, base).ratio
     tests = run_family_tests(
         {k: seed_differences(shown[k].figures[lead], base.figures[lead], log=log) for k in rivals if first[k] == k},
         ratio=ratio,
@@ -205,7 +205,7 @@ def pairs_html(comparisons: Sequence[Pair]) -> str:
     lines = []
     for pair in comparisons:
         mean, gap, p, holm = _pair_cells(pair)
-        shown = [formats.pair(*mean), pair.reference.name, formats.pair(*gap)]
+        shown = [formats.format_pair(*mean), pair.reference.name, formats.format_pair(*gap)]
         lines.append([pair.row.name, pair.row.model, *shown, p, holm, pair.words])
     against = ", ".join(dict.fromkeys(pair.reference.name for pair in comparisons))
     return render_scrolling_table(f"Every method compared with {against}", PAIR_HEADINGS, lines, text=(1, 3, 7))
@@ -217,4 +217,4 @@ def _pair_cells(pair: Pair) -> tuple[tuple[str, str], tuple[str, str], str, str]
     mean = render_cell(pair.figure, pair.row.figures[pair.figure])
     if one is None:
         return mean, (UNKNOWN_DASH, ""), UNKNOWN_DASH, UNKNOWN_DASH
-    return mean, write_difference(pair.figure, one.mean, one.half), p_value(one.p), p_value(one.holm)
+    return mean, write_difference(pair.figure, one.mean, one.half), format_p_value(one.p), format_p_value(one.holm)

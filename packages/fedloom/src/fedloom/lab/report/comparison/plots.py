@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.errors import ConfigError
-from fedloom.formats import rounded, significant
-from fedloom.hints import unknown
+from fedloom.formats import format_significant, round_significant
+from fedloom.hints import unknown_name_error
 from fedloom.lab.report.charts import kit
 from fedloom.lab.report.charts.curves import CURVE_AXES, draw_points
 from fedloom.lab.report.charts.kit import Rows, Spec
 from fedloom.lab.report.charts.spread import last_results
 from fedloom.lab.report.naming import metric, titled
-from fedloom.lab.report.numbers import Estimate, Row, run_of, seeds_of
+from fedloom.lab.report.numbers import Estimate, Row, find_run, find_seeds
 from fedloom.lab.report.run import Run
 
 Blocks = Literal["seeds", "clients"]
@@ -42,7 +42,7 @@ class MethodNames:
         methods = [row.method for row in rows]
         for label in labels or ():
             if label not in methods:
-                raise unknown("method", label, methods, "labels")
+                raise unknown_name_error("method", label, methods, "labels")
         named = {row.method: row for row in rows}
         self.rows = [named[label] for label in labels] if labels else list(rows)
         models: dict[str, set[str]] = {}
@@ -75,10 +75,10 @@ def curve_chart(runs: list[Run], labels: MethodNames, name: str, x: str, width: 
         ConfigError: the axis does not exist, or no method has recorded the metric along this axis.
     """
     if x not in CURVE_AXES:
-        raise unknown("axis", x, CURVE_AXES, "curves: x")
+        raise unknown_name_error("axis", x, CURVE_AXES, "curves: x")
     rows: Rows = []
     for row in labels.rows:
-        points = draw_points(run_of(runs, row), row, name, x)
+        points = draw_points(find_run(runs, row), row, name, x)
         rows += [{**point, "method": labels[row]} for point in points if point["seed"] is None]
     if not rows:
         raise ConfigError(f"curves: no method has {name!r} {CURVE_AXES[x][0]}. Choose a different metric or axis")
@@ -90,9 +90,9 @@ def curve_chart(runs: list[Run], labels: MethodNames, name: str, x: str, width: 
     }
     ends = {**place, "y": {**place["y"], "field": "low"}, "y2": {"field": "high"}}
     tips = kit.tooltip(("method", "Method"), ("round", "Round")) + kit.interval_tips(shown)
-    band = kit.mark("area", ends, kit.INTERVAL_FILTER, opacity=0.16)
+    band = kit.mark_layer("area", ends, kit.INTERVAL_FILTER, opacity=0.16)
     bands = [band] if any(point.get("low") is not None for point in rows) else []
-    line = kit.mark("line", {**place, "tooltip": tips}, point={"size": 18})
+    line = kit.mark_layer("line", {**place, "tooltip": tips}, point={"size": 18})
     return kit.layer_chart(*bands, line, width=width, height=height, datasets={"rows": rows})
 
 
@@ -105,9 +105,9 @@ def client_chart(runs: list[Run], labels: MethodNames, name: str, width: int, he
     rows: Rows = []
     sites: dict[int, str] = {}
     for row in labels.rows:
-        run = run_of(runs, row)
+        run = find_run(runs, row)
         scores: dict[int, dict[int, float]] = {}
-        for seed in seeds_of(run, row.method):
+        for seed in find_seeds(run, row.method):
             for client, value in zip(*(part.tolist() for part in last_results(run, row, seed, name)), strict=True):
                 scores.setdefault(client, {})[seed] = value
         for client, by_seed in sorted(scores.items()):
@@ -120,13 +120,13 @@ def client_chart(runs: list[Run], labels: MethodNames, name: str, width: int, he
     y = kit.nominal_channel("client", order, None, axis={"labelOverlap": False})
     place = {"y": y, "yOffset": {"field": "method", "sort": labels.order}}
     tips = kit.tooltip(("client", "Client"), ("method", "Method")) + kit.interval_tips(shown)
-    dots = kit.intervals(place, kit.number("value", shown), tint=_method_colors(labels.order), tooltip=tips)
+    dots = kit.interval_layers(place, kit.number("value", shown), tint=_method_colors(labels.order), tooltip=tips)
     dots = dots if any(point.get("low") is not None for point in rows) else dots[1:]
     high = height or len(order) * max(14, 9 * len(labels.order))
     return kit.layer_chart(*dots, width=width, height=high, datasets={"rows": rows})
 
 
-def ranks_of(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks) -> NDArray[np.float64]:
+def rank_methods(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks) -> NDArray[np.float64]:
     """Rank the methods within each complete block (all methods have a result). Return the ranks ``[blocks, methods]``.
 
     The best method has rank 1.
@@ -138,12 +138,12 @@ def ranks_of(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks) ->
 
     scores: list[dict[int, float]] = []
     for row in labels.rows:
-        run = run_of(runs, row)
+        run = find_run(runs, row)
         if blocks == "seeds":
             scores.append(dict(row.figures[name].finite) if name in row.figures else {})
             continue
         by_client: dict[int, list[float]] = {}
-        for seed in seeds_of(run, row.method):
+        for seed in find_seeds(run, row.method):
             for client, value in zip(*(part.tolist() for part in last_results(run, row, seed, name)), strict=True):
                 by_client.setdefault(client, []).append(value)
         scores.append({client: float(np.mean(values)) for client, values in by_client.items()})
@@ -168,26 +168,32 @@ def critical_difference(methods: int, blocks: int) -> float:
 
 def rank_chart(runs: list[Run], labels: MethodNames, name: str, blocks: Blocks, width: int, height: int | None) -> Spec:
     """Build a critical-difference diagram: mean ranks, with bars connecting indistinguishable methods."""
-    ranks = ranks_of(runs, labels, name, blocks)
+    ranks = rank_methods(runs, labels, name, blocks)
     mean, limit = ranks.mean(0), critical_difference(ranks.shape[1], len(ranks))
     order = np.argsort(mean, kind="stable")
     names = [labels[labels.rows[k]] for k in order]
-    rows: Rows = [{"method": n, "rank": rounded(float(mean[k]))} for n, k in zip(names, order, strict=True)]
+    rows: Rows = [{"method": n, "rank": round_significant(float(mean[k]))} for n, k in zip(names, order, strict=True)]
     bars: Rows = []
     reach = 0
     for first, k in enumerate(order):
         last = max(j for j in range(first, len(order)) if mean[order[j]] - mean[k] < limit)
         if last > max(first, reach):
             blank = " " * (len(bars) + 1)  # each bar has its own row with a blank name
-            bars.append({"method": blank, "from": rounded(float(mean[k])), "to": rounded(float(mean[order[last]]))})
+            bars.append(
+                {
+                    "method": blank,
+                    "from": round_significant(float(mean[k])),
+                    "to": round_significant(float(mean[order[last]])),
+                }
+            )
             reach = last
-    title = f"Mean rank over {len(ranks)} {blocks} (1 is best, critical difference {significant(limit)})"
+    title = f"Mean rank over {len(ranks)} {blocks} (1 is best, critical difference {format_significant(limit)})"
     lines = [*names, *(bar["method"] for bar in bars)]
     x, y = kit.number("rank", title, scale={"domain": [0.8, len(names) + 0.2]}), kit.nominal_channel("method", lines)
     y["axis"] |= {"labelOverlap": False, "ticks": False}
     across: dict[str, Any] = {"y": y, "x": {**x, "field": "from"}, "x2": {"field": "to"}}
     tips = kit.tooltip(("method", "Method"), ("rank", "Mean rank", ".3~g"))
-    dot = kit.mark("point", {"x": x, "y": y, "tooltip": tips}, filled=True, size=70, opacity=1)
-    layers = [dot, kit.mark("rule", across, data="bars", strokeWidth=4)] if bars else [dot]
+    dot = kit.mark_layer("point", {"x": x, "y": y, "tooltip": tips}, filled=True, size=70, opacity=1)
+    layers = [dot, kit.mark_layer("rule", across, data="bars", strokeWidth=4)] if bars else [dot]
     high = height or 22 * len(lines)
     return kit.layer_chart(*layers, width=width, height=high, datasets={"rows": rows, "bars": bars})

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 import pyarrow as pa
 
 from fedloom.errors import ConfigError
-from fedloom.formats import as_pandas, p_value, pair
-from fedloom.hints import unknown
+from fedloom.formats import as_pandas, format_p_value, format_pair
+from fedloom.hints import unknown_name_error
 from fedloom.lab.report import notebook as display
 from fedloom.lab.report.charts import look
 from fedloom.lab.report.comparison.conclusion import conclude_groups
@@ -24,7 +24,7 @@ from fedloom.lab.report.page import write_report
 from fedloom.lab.report.reading import read_runs
 from fedloom.lab.report.run import Run
 from fedloom.lab.report.tables import cell_text, make_arrow_table, write_difference
-from fedloom.rundir import place_of
+from fedloom.rundir import as_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -94,7 +94,7 @@ class RecordedComparison:
             ConfigError: the method or metric does not exist, there is no second method, or the margin is not a number
                 above 0.
         """
-        compared = self._tests(baseline, figure, check_margin(margin))
+        compared = self._run_tests(baseline, figure, check_margin(margin))
         records = [{k: v for k, v in pair.record().items() if k != "run"} for pair in compared]
         return pa.table({name: [record[name] for record in records] for name in records[0]})
 
@@ -114,7 +114,7 @@ class RecordedComparison:
         Raises:
             ConfigError: the method does not exist, or there is no second method.
         """
-        return pairs_latex(self._tests(baseline), experiment_names(self._runs))
+        return pairs_latex(self._run_tests(baseline), experiment_names(self._runs))
 
     def report(self, out: Path | str | None = None) -> Path:
         """Write the offline HTML report and return its path.
@@ -127,7 +127,7 @@ class RecordedComparison:
         Returns:
             The path of the HTML file.
         """
-        place = self.folder / "report.html" if out is None else place_of(out, "out")
+        place = self.folder / "report.html" if out is None else as_path(out, "out")
         return write_report(
             [self.folder],
             place,
@@ -150,7 +150,7 @@ class RecordedComparison:
         estimates = {r.method: r.figures[chosen] for r in select_contenders(self._runs, self._rows, self.compare_model)
                      if chosen in r.figures}  # fmt: skip
         if not estimates:
-            raise unknown("figure", chosen, {name: None for row in self._rows for name in row.figures})
+            raise unknown_name_error("figure", chosen, {name: None for row in self._rows for name in row.figures})
         return display.comparison_chart(estimates, chosen)
 
     def curves(
@@ -225,7 +225,7 @@ class RecordedComparison:
             ConfigError: there are fewer than three methods or five blocks, or the metric or a method does not exist.
         """
         if over not in get_args(Blocks):
-            raise unknown("choice", over, get_args(Blocks), "critical_difference: over")
+            raise unknown_name_error("choice", over, get_args(Blocks), "critical_difference: over")
         chart = rank_chart(self._runs, self._labels(labels), name or self._lead, over, width, height)
         return cast("LayerChart", look.make_notebook_chart(chart))
 
@@ -264,12 +264,12 @@ class RecordedComparison:
         for row in select_contenders(self._runs, self._rows, self.compare_model):
             result, other = cell_text(self._lead, row.figures.get(self._lead)), beside.get((row.method, row.model))
             one = other.comparison if other else None
-            gap = pair(*write_difference(self._lead, one.mean, one.half)) if one else ""
-            holm = p_value(one.holm) if one and one.testable else ""
+            gap = format_pair(*write_difference(self._lead, one.mean, one.half)) if one else ""
+            holm = format_p_value(one.holm) if one and one.is_testable else ""
             lines.append([row.method, row.model, result, gap, holm, other.words if other else row.remark])
         return lines
 
-    def _tests(self, baseline: str | None, name: str | None = None, margin: float | None = None) -> list[Pair]:
+    def _run_tests(self, baseline: str | None, name: str | None = None, margin: float | None = None) -> list[Pair]:
         if tests := self._pairs(baseline or self.baseline, name, margin):
             return tests
         raise ConfigError(f"{self.baseline} is the only method, so there is nothing to compare it with")
