@@ -54,7 +54,7 @@ from fedloom_sites.deploy.protocol.envelope import digest_of
 from fedloom_sites.flower.records import VALUES_RECORD, arrays_of, head_of, tensors_of, write_values
 
 ANALYZE_ACTION, STEPS_PREFIX, SETS_RECORD = "analyze", "fedloom.analysis.", "fedloom.analyses.sets"
-"""Flower's name for messages of an analysis, and names of a node's records of answered steps and summed sets."""
+"""Flower's name for analysis messages, and names of a node's records of answered steps and summed sets."""
 GREETING_STEP = -1
 
 
@@ -147,7 +147,7 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
                 "previously summed set of rows in too few subjects"
             )
         vector, _, _ = one.answer(question, bounds, form, rows, public)
-    except Exception as error:  # any error depends on the samples, so the server must not notice it
+    except Exception as error:  # the server must not notice the error, because it depends on the samples
         sys.stderr.write(f"fedloom: step {step} of the analysis {name}: {escape_line(sentence_of(error))}\n")
         vector, silent = form.zeros, True
     sums = arrays_of({"sums": torch.from_numpy(vector.view(np.int64).copy())})
@@ -202,12 +202,12 @@ def analyze(
     ...     print(analyze(grid, {"kind": "glm"}, "agreement.toml").table)
 
     Args:
-        grid: Flower's.
+        grid: Flower's grid.
         analysis: a value, a name, or a table with its ``kind``, which must be the same as at the nodes.
         agreement: columns with their ranges, which must be the same as at the nodes.
         timeout: number of seconds to wait for answers.
-        folder: folder for the sums, from which the same call resumes an interrupted analysis. None if
-            sums are not stored.
+        folder: folder for the sums. Repeating the call resumes an interrupted analysis from them. If None, sums are not
+            stored.
 
     Raises:
         ConfigError: the analysis cannot be applied to these columns.
