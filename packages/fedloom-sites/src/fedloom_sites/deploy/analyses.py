@@ -61,11 +61,11 @@ rules."""
 
 
 EXAMPLE_ROWS = 1000
-"""Number of rows per site for checking the order of an analysis' questions before an agreement."""
+"""Number of rows per site for checking the order of an analysis's questions before an agreement."""
 MAX_VERDICTS = 1024
 """Number of recent decisions about sets of rows that a site remembers, together with the subjects of these sets."""
 MIN_APART_SUBJECTS = 2
-"""Minimum difference between two sets in subjects, regardless of the agreed minimum."""
+"""Minimum difference between two sets, in subjects, regardless of the agreed-upon minimum."""
 SUBJECT_BYTES = 8
 """Number of bytes in the digest of a subject."""
 
@@ -324,7 +324,7 @@ def _rule_names(rules: Rules) -> set[str]:
 
 
 def check_rules(analysis: Analysis) -> None:
-    """Raise an error if an agreement would switch off a rule that real sites need.
+    """Raise an error if an agreement would turn off a rule that real sites need.
 
     Raises:
         ConfigError: ``min_subjects`` or ``min_clients`` is 1.
