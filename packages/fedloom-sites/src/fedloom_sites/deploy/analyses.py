@@ -65,7 +65,7 @@ EXAMPLE_ROWS = 1000
 MAX_VERDICTS = 1024
 """Number of recent decisions about sets of rows that a site remembers, together with the subjects of these sets."""
 MIN_APART_SUBJECTS = 2
-"""Minimum difference between two sets, in subjects, regardless of the agreed-upon minimum."""
+"""Minimum difference between two sets in subjects, regardless of the agreed minimum."""
 SUBJECT_BYTES = 8
 """Number of bytes in the digest of a subject."""
 
