@@ -61,7 +61,7 @@ rules."""
 
 
 EXAMPLE_ROWS = 1000
-"""Number of rows per site for checking the order of an analysis's questions before an agreement."""
+"""Number of rows per site for checking the order of an analysis' questions before an agreement."""
 MAX_VERDICTS = 1024
 """Number of recent decisions about sets of rows that a site remembers, together with the subjects of these sets."""
 MIN_APART_SUBJECTS = 2
