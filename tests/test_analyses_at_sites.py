@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,13 @@ from fedloom_sites.deploy.analyses import (
     AgreedAnalysis,
     agreed_analyses,
     check_analyses,
-    judge_row_sets,
     schema_of_samples,
 )
 from fedloom_sites.deploy.audit import Audit
 from fedloom_sites.deploy.ops.status import status_of
 from fedloom_sites.deploy.protocol.envelope import Envelope, common_head, digest_of
 from fedloom_sites.deploy.protocol.public import PublicReason
+from fedloom_sites.deploy.row_sets import isolates_subjects, judge_row_sets
 from fedloom_sites.deploy.secure.counters import ANSWERED_COUNTS, SILENT_COUNTS
 from fedloom_sites.deploy.secure.terms import AnalysisStep, SessionTerms
 from fedloom_sites.deploy.settings import SecureSettings
@@ -534,6 +535,48 @@ def test_a_column_more_hides_no_subject_less(tmp_path: Path) -> None:
     assert judge("age, sex", "d", 0)
     assert not judge("age", "e", 1)
     assert not judge("age, sex", "b", 1)
+
+
+@pytest.mark.parametrize(("more", "answers"), [(0, True), (1, False), (4, False), (5, True)])
+@pytest.mark.parametrize("columns", ["age", "age, sex"])
+def test_three_analyses_together_isolate_no_subject(more: int, answers: bool, columns: str) -> None:
+    """Two wards and then both wards with a few further patients: each pair of sets differs in many patients."""
+    memory: dict[str, Any] = {}
+
+    def judge(columns: str, name: str, first: int, last: int) -> bool:
+        rows = torch.arange(float(first), float(last)).double()[:, None]
+        one = ClientRows(rows, rows, *torch.arange(2 * (last - first)).view(2, -1))
+        return judge_row_sets(memory, name, [one], columns, b"salt", 5)
+
+    assert judge("age", "one ward", 0, 40)
+    assert judge("age", "the other ward", 40, 90)
+    assert judge(columns, "both wards", 0, 90 + more) is answers
+
+
+def test_a_combination_of_any_number_of_sets_isolates_no_subject() -> None:
+    """Sets that consist of whole wards isolate at least a ward; one further patient in a reachable set is isolated."""
+    for seed in range(40):
+        rng = np.random.default_rng([20261130, seed])
+        wards = [{f"{ward} {k}" for k in range(rng.integers(9, 30))} for ward in range(6)]
+        members = rng.integers(2, size=(rng.integers(2, 6), len(wards)))
+        sets = [set[str]().union(*(wards[k] for k in np.flatnonzero(row))) for row in members]
+        assert not any(isolates_subjects(sets[k], [[one] for one in sets[:k]], 5) for k in range(len(sets)))
+        for signs in product((-1, 0, 1), repeat=len(sets)):
+            reachable = np.array(signs) @ members
+            if set(reachable.tolist()) <= {0, 1} and reachable.any():
+                new = set[str]().union(*(wards[k] for k in np.flatnonzero(reachable)))
+                assert not isolates_subjects(new, [[one] for one in sets], 5)
+                assert isolates_subjects(new | {"patient"}, [[one] for one in sets], 5)
+                assert isolates_subjects(new ^ {"patient", min(new)}, [[one] for one in sets], 5)  # a corrected row
+
+
+def test_the_sets_of_one_analysis_are_not_combined() -> None:
+    """Table 1 sums another column over each set, so only one of the sets can be compared with a regression."""
+    everyone = {*map(str, range(100))}
+    gaps = [{*map(str, range(6))}, {*map(str, range(3, 9))}]
+    columns = [everyone, everyone - gaps[0], everyone - gaps[1]]
+    assert not isolates_subjects(everyone - gaps[0] - gaps[1] - {"9", "10"}, [columns], 5)
+    assert isolates_subjects(everyone - gaps[0] - gaps[1] - {"9", "10"}, [[one] for one in columns], 5)
 
 
 def test_a_range_that_isolates_a_row_is_no_answer(tmp_path: Path) -> None:

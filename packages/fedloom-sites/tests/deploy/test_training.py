@@ -59,7 +59,7 @@ def trained(network, experiment, method, folder, rounds=2):
         for left in (*(network.folder / side / "state").glob("*"), network.folder / side / "results"):
             if left.name != SECRET:  # a site that is starting reads it
                 shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
-        for file in ("experiment.toml", "server.toml", "site.toml", "signing-key"):
+        for file in ("experiment.toml", "server.toml", "site.toml", "signing-key", "signing-key.pub"):
             if (made / side / file).exists():
                 shutil.copy2(made / side / file, network.folder / side / file)
     lines = []

@@ -11,13 +11,10 @@ sign. The sum of answers is therefore exact for every range.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +40,6 @@ from fedloom.engine.privacy import find_accounted_noise
 from fedloom.errors import ConfigError, Refused
 from fedloom.lab.experiment import Experiment
 from fedloom.rundir import analysis_file
-from fedloom.values import dump
 from fedloom_sites.deploy.protocol.envelope import MAX_FLAG_DIGITS
 from fedloom_sites.deploy.secure.protocol import MIN_SITES, Integers, ProtocolBroken
 from fedloom_sites.deploy.secure.terms import MAX_TERMS_BYTES, SessionTerms
@@ -58,16 +54,8 @@ FACT_COUNT = 2
 DEFAULT_MIN_SUBJECTS = 5
 """Minimum number of subjects at a site, and in a cell at that site, if the agreement on an analysis contains no
 rules."""
-
-
 EXAMPLE_ROWS = 1000
 """Number of rows per site for checking the order of an analysis' questions before an agreement."""
-MAX_VERDICTS = 1024
-"""Number of recent decisions about sets of rows that a site remembers, together with the subjects of these sets."""
-MIN_APART_SUBJECTS = 2
-"""Minimum difference between two sets in subjects, regardless of the agreed minimum."""
-SUBJECT_BYTES = 8
-"""Number of bytes in the digest of a subject."""
 
 
 class SumTooLarge(Refused):
@@ -381,74 +369,6 @@ def check_analyses(
             f"the analyses need {cells} cells, but {clients} sites can list at most {4 * most} cells. "
             "Use fewer bins or groups"
         )
-
-
-def judge_row_sets(
-    memory: dict[str, Any], name: str, sets: Sequence[ClientRows], columns: str, salt: bytes, least: int
-) -> bool:
-    """Record a decision about each set of rows, and return True if a site may answer an analysis of these sets.
-
-    The answer is allowed if each set, compared with every set in other answered analyses, is either identical or
-    differs in at least ``least`` subjects. Sets with different columns cannot be compared subject by subject, so their
-    numbers of subjects must be equal or differ by at least ``least``. Decisions never change.
-
-    Args:
-        memory: the site's record, which contains the subjects and columns of ``sets``, and ``verdicts``. It is changed.
-        name: name of the analysis in its experiment. Sets of rows that belong to the same analysis are not compared
-            with each other.
-        sets: sets of rows that the analysis sums (see `Analysis.row_sets`).
-        columns: digest of the columns of these rows.
-        salt: secret key of the digests, which only the site knows.
-        least: minimum difference between two sets, in subjects.
-    """
-    remembered, verdicts = memory.setdefault("sets", {}), memory.setdefault("verdicts", [])
-    answered, verdict_of = [one for one in verdicts if one["of"] != name and one["answered"]], dict[str, bool]()
-    for rows in sets:
-        subjects, least = sorted(_subject_digests(rows, salt)), max(least, MIN_APART_SUBJECTS)
-        key = hashlib.sha256("".join([columns, *subjects]).encode()).hexdigest()
-        earlier = next((one for one in verdicts if (one["of"], one["set"]) == (name, key)), None)
-        if earlier is not None or not subjects:
-            verdict_of[key] = earlier is None or bool(earlier["answered"])
-            continue
-        here, verdict_of[key] = {*subjects}, True
-        for other in {one["set"] for one in answered} - {key}:
-            before = {*remembered[other]["subjects"]}
-            apart = max(len(here - before), len(before - here))
-            if remembered[other]["columns"] != columns:
-                apart = abs(len(here) - len(before)) or least
-            verdict_of[key] &= apart >= least
-        remembered[key] = {"columns": columns, "subjects": subjects}
-        verdicts.append({"of": name, "set": key, "answered": verdict_of[key]})
-    del verdicts[:-MAX_VERDICTS]
-    memory["sets"] = {key: remembered[key] for key in remembered if any(one["set"] == key for one in verdicts)}
-    return all(verdict_of.values())
-
-
-def columns_digest(schema: Schema) -> str:
-    """Return a digest of everything that determines the meaning of cells: columns and levels, but not ranges."""
-    columns = [dump(column.with_(range=None)) for column in schema.columns]
-    content = [columns, schema.task, schema.classes, {name: [*names] for name, names in schema.levels.items()}]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _subject_digests(rows: ClientRows, salt: bytes) -> list[str]:
-    """Return each subject's digest, computed from all its rows regardless of their order."""
-    cells = torch.cat([rows.x, rows.y, *(codes[:, None].double() for codes in rows.columns.values())], 1).numpy()
-    order = np.lexsort((*cells.T, rows.subjects.numpy())).tolist()
-    return digest_subjects(((int(rows.subjects[k]), cells[k].tobytes()) for k in order), salt)
-
-
-def digest_subjects(rows: Iterable[tuple[int, bytes]], salt: bytes) -> list[str]:
-    """Return the digest of each subject, with a secret key.
-
-    Args:
-        rows: subject and content of each row. The order of a subject's rows matters.
-        salt: key for the digests, which only the site knows.
-    """
-    states = dict[int, Any]()
-    for subject, content in rows:
-        states.setdefault(subject, hashlib.blake2b(key=salt, digest_size=SUBJECT_BYTES)).update(content)
-    return [state.hexdigest() for state in states.values()]
 
 
 def schema_of_samples(experiment: Experiment, samples: InputSpec) -> Schema:

@@ -21,8 +21,9 @@ from fedloom.data import Dataset
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.storage import make_folder, read_toml, write_atomic
 from fedloom.storage.files import content_of
-from fedloom_sites.deploy.analyses import DEFAULT_MIN_SUBJECTS, agreed_analyses, digest_subjects
+from fedloom_sites.deploy.analyses import DEFAULT_MIN_SUBJECTS, agreed_analyses
 from fedloom_sites.deploy.code import read_agreed
+from fedloom_sites.deploy.row_sets import digest_subjects, isolates_subjects
 from fedloom_sites.deploy.secure.opened import lock_folder, read_checked, write_checked
 from fedloom_sites.deploy.setting_files import SNAPSHOTS_FOLDER, read_site
 from fedloom_sites.deploy.settings import Site
@@ -160,6 +161,11 @@ def _check_apart(site: Site, day: str, subjects: list[str], earlier: list[dict[s
                 f"the snapshot of {day} differs from the snapshot of {one['day']} by {apart} subjects, but it must "
                 f"differ by 0 or at least {least} subjects. Wait until more subjects have changed"
             )
+    if isolates_subjects(here, [[{*one["subjects"]}] for one in earlier], least):
+        raise ConfigError(
+            f"the snapshot of {day} and a combination of earlier snapshots differ by fewer than {least} subjects. Wait "
+            "until more subjects have changed"
+        )
 
 
 def _read_records(memory: Path) -> dict[str, Any]:

@@ -45,12 +45,11 @@ from fedloom_sites.deploy.analyses import (
     AnswerForm,
     SumTooLarge,
     check_rules,
-    columns_digest,
     file_stem_of,
-    judge_row_sets,
     schema_of_agreement,
 )
 from fedloom_sites.deploy.protocol.envelope import digest_of
+from fedloom_sites.deploy.row_sets import columns_digest, judge_row_sets
 from fedloom_sites.flower.records import VALUES_RECORD, arrays_of, head_of, tensors_of, write_values
 
 ANALYZE_ACTION, STEPS_PREFIX, SETS_RECORD = "analyze", "fedloom.analysis.", "fedloom.analyses.sets"

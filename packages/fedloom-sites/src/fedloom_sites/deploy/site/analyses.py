@@ -31,13 +31,12 @@ from fedloom_sites.deploy.analyses import (
     AgreedAnalysis,
     AnswerForm,
     agreed_analyses,
-    columns_digest,
     empty_rows,
     file_stem_of,
-    judge_row_sets,
 )
 from fedloom_sites.deploy.protocol.envelope import digest_of
 from fedloom_sites.deploy.protocol.public import publish_reasons
+from fedloom_sites.deploy.row_sets import columns_digest, judge_row_sets
 from fedloom_sites.deploy.secure.changes import MAX_CHANGES
 from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS, SILENT_COUNTS
 from fedloom_sites.deploy.secure.opened import STEPS_FILE_END, lock_folder, read_checked, write_checked
