@@ -22,6 +22,11 @@ METHODS = "packages/fedloom/src/fedloom/algorithms/"
 """Folder of the methods' files."""
 WIDE = 10
 """Columns that a table has beside a table of contents."""
+CELL = re.compile(r"<(t[dh])\b.*?</\1>", re.DOTALL)
+LONG_WORD = re.compile(r"[^\s<>]{9,}(?![^<>]*>)")
+"""Text between tags that would make a column too wide for a phone."""
+BREAK = re.compile(r"""(?<=[A-Za-z0-9)"'][_./=@,:(\[-])(?=[\w"'\[])""")
+"""Places where a browser may break a long word."""
 
 
 def pages() -> Iterator[tuple[str, str]]:
@@ -69,7 +74,10 @@ def on_page_content(html: str, **more: object) -> str:
 
 
 def on_post_page(output: str, **more: object) -> str:
-    """What the theme leaves without a name for screen readers; a menu within a menu is no landmark."""
+    """What the theme leaves without a name for screen readers; a menu within a menu is no landmark.
+
+    Code in tables may break after punctuation. The search index is made before, so it contains whole words.
+    """
     open_tags: list[bool] = []
 
     def renamed(found: re.Match[str]) -> str:
@@ -80,6 +88,7 @@ def on_post_page(output: str, **more: object) -> str:
         group = re.sub(' aria-expanded="[a-z]+"', "", tag).replace("<nav ", '<div role="group" ')
         return group if open_tags[-1] else tag
 
+    output = CELL.sub(lambda cell: LONG_WORD.sub(lambda word: BREAK.sub("<wbr>", word[0]), cell[0]), output)
     return re.sub(r"<nav\b[^>]*>|</nav>", renamed, output.replace('role="dialog"', 'role="dialog" aria-label="Search"'))
 
 

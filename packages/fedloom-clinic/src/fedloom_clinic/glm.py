@@ -354,7 +354,7 @@ class Glm(Penalized):
                     f"{count} rows for {size} coefficients leave no degrees of freedom for the residuals. Omit columns"
                 )
             degrees = count - spent
-            scale = max(of_targets - 2 * exact.value, 0.0) / degrees  # a perfect fit may be rounded below 0
+            scale = max(of_targets - 2 * exact.value, 0.0) / degrees  # rounding may put a perfect fit below 0
         unit_of, centre_of = (spread * half)[:-1], (mid + half * centre)[:-1]
         back = np.eye(size)  # matrix that converts beta to the original units
         back[first:, first:] = np.diag(1 / unit_of)

@@ -198,7 +198,7 @@ def compute_curve(counts: Floats) -> SurvivalCurve:
 
 
 def compute_interval(curve: SurvivalCurve, level: float) -> tuple[Floats, Floats]:
-    """Return the ends ``[J]`` of confidence intervals on the scale of log(-log S), computed as in lifelines."""
+    """Return the endpoints ``[J]`` of confidence intervals on the scale of log(-log S), computed as in lifelines."""
     with np.errstate(divide="ignore", invalid="ignore"):
         log = np.log(curve.survival)
         reach = norm.ppf(0.5 + level / 2) * np.sqrt(curve.variance) / log

@@ -1,4 +1,4 @@
-"""Results for a new client: each method is trained without each client in turn and scored at the held-out client."""
+"""Results for a new client: each client is held out in turn, and each method is trained without it and scored at it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAMPLES_FIGURE = "samples"
 MIN_CLIENTS = 3
 """Minimum number of clients for this analysis."""
 OMIT_HINT = "omit this analysis"
-"""Advice of errors that this analysis raises although the methods could run without it."""
+"""Advice in errors that this analysis raises even though the methods could run without it."""
 
 
 class LeftOut(Analysis):

@@ -1,1 +1,1 @@
-"""Studies made with fedloom: tables and figures in papers, and a map of all methods in many federations."""
+"""Studies with fedloom: tables and figures from papers, and a map of all methods in many federations."""

@@ -28,7 +28,7 @@ def write_pages(page: Path, folder: str, contents: Iterable[tuple[str, str | byt
 
     Raises:
         ConfigError: a file exists that was not written by this command. Such a file is a page with a different first
-            line or, if there is no page, a file in the folder.
+            line, or a file in the folder if there is no page.
     """
     beside = page.resolve().parent
     in_checkout = beside == DOCS_FOLDER.resolve() and PAGES_FOLDER.is_dir()

@@ -1,8 +1,8 @@
-"""Experiments that may settle undecided headline claims, from a list that was frozen before the first of them was run.
+"""Experiments that may settle undecided headline claims, from a list that was frozen before the first one was run.
 
 The file ``decide.toml`` lists every open headline claim on the page of the papers. For each claim, it names the
 experiment that may settle it, with its cost, or states why the claim remains undecided. An experiment either adds seeds
-to a recorded recipe, with the settings that were chosen at that time, or runs a recipe for the first time.
+to a recorded recipe, with the originally chosen settings, or runs a recipe for the first time.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def read_decisions() -> tuple[tuple[Decision, ...], tuple[OpenClaims, ...]]:
 
 
 def seeds_to_run(recipe: Recipe, summary: RecipeSummary, count: int) -> list[int]:
-    """Return the seeds, up to a total number of seeds, that lack a value needed by the recipe in the summary."""
+    """Return the seeds, up to a total number, for which the summary lacks a value that the recipe needs."""
     wanted = recipe.seeds(count)
     lacking = set[int]()
     for variant, document in recipe.make_documents(summary.scale).items():
@@ -127,7 +127,7 @@ def merge_seeds(
 ) -> dict[str, dict[str, float | None]]:
     """Return two sets of recorded values, merged seed by seed.
 
-    If a seed was run again, its new values replace the old values.
+    If a seed was rerun, its new values replace the old ones.
     """
     return {
         reference: dict(
@@ -138,7 +138,7 @@ def merge_seeds(
 
 
 def can_extend(recipe: Recipe, summary: RecipeSummary | None) -> bool:
-    """Return True if seeds can be added to a summary that was recorded.
+    """Return True if seeds can be added to a recorded summary.
 
     If no seeds can be added, the entire recipe must be run.
     """

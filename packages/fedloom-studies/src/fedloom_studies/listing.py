@@ -1,4 +1,4 @@
-"""Cache for the rows of listings. The rows are estimated again only after a change."""
+"""Cache for the rows of listings. The rows are re-estimated only after a change."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def read_listing(name: str, question: object, rows: Callable[[], Sequence[Any]],
     Args:
         name: name of the listing.
         question: question that the rows answer. It is compared with other questions as text.
-        rows: function that computes the rows, which consist of values that JSON supports.
+        rows: function that computes the rows, which consist of JSON values.
         places: folders with records and data that affect the rows, in addition to the code and the data folder of the
-            environment. Only the files in a folder and in its subfolders matter, so that a large folder is not walked.
+            environment. Only files directly in a folder or in its subfolders matter, so a large folder is not walked.
     """
     data = Path(folder).expanduser() if (folder := os.environ.get("FEDLOOM_DATA")) else None
     read = [place for place in (data, *places) if place is not None]

@@ -20,7 +20,7 @@ RECORDS_FOLDER = Path(__file__).parent / "results"
 ``studies/results``."""
 CHECKOUT_FOLDER = Path("studies") / "results"
 NEW_RESULTS_FOLDER = Path("runs") / "results"
-"""Folder for the records of users who have no checkout of the repository."""
+"""Folder for the records of users without a checkout of the repository."""
 
 
 def choose_folder(results: Path | None) -> Path:
@@ -50,7 +50,7 @@ def choose_folder(results: Path | None) -> Path:
 def read_records_of_file(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the records in a file, each as a new dictionary.
 
-    A record that occurs twice because of a merge is yielded twice, in the order of the file.
+    A record that occurs twice because of a merge is yielded twice, in file order.
 
     Raises:
         RunDirError: a line of the file is not a record. The message names the file and the line.

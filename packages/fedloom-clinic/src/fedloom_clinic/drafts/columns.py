@@ -1,4 +1,4 @@
-"""Survey of a table before its columns are given roles: kinds of columns, problems and notes."""
+"""Survey of a table before its columns are assigned roles: kinds of columns, problems and notes."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ mentions it only as a possible site."""
 PLACE_WORDS = words("ward region country county state city province district town group department careunit")
 """Words for properties of a row that may also identify the row's site."""
 AMBIGUOUS_WORDS = words("school schule ecole escuela colegio practice trust bank branch")
-"""Words in `SITE_WORDS` that may also mean years of schooling, exercise, confidence, or a bank account."""
+"""Words in `SITE_WORDS` that may also refer to years of schooling, exercise, confidence, or a bank account."""
 NUMBERED_WORDS = words("id ids name names code codes no nr num number key")
-"""Words that, next to a word in `AMBIGUOUS_WORDS`, show that this word means an organization."""
+"""Words that, next to a word in `AMBIGUOUS_WORDS`, show that it refers to an organization."""
 COUNT_OF_PATTERN = re.compile(r"(no|nr|num|number)s?[_\W]?of", re.IGNORECASE)
 """Pattern that matches the names of columns that contain a count, such as the number of sites."""
 

@@ -31,13 +31,13 @@ class ColumnRoles(NamedTuple):
 
     Attributes:
         survey: survey of the table.
-        task: task that follows from the target.
+        task: task implied by the target.
         target: column to be predicted, or the first label. If None, the draft asks the user for the target.
-        event: column that is 1 for an event, if the target is a time.
+        event: if the target is a time, the column that is 1 for an event.
         site: column that names the site of each row.
         categorical: names of the columns with text.
         drop: columns that are omitted, each with the reason.
-        missing: cells that mean missing, in addition to the usual markers.
+        missing: cells treated as missing, in addition to the usual markers.
         impute: True if some cells of feature columns are missing.
         shifts: for each column, the sites whose numbers may be in a different unit.
         clients: number of clients, used if no column names a site.
@@ -120,7 +120,7 @@ def experiment_file_text(roles: ColumnRoles, place: Path, agreement: Path | None
 
 
 def _small_step_size(roles: ColumnRoles) -> float:
-    """Return a step size that is small enough if features are scaled.
+    """Return a step size that is small enough for scaled features.
 
     The loss of a classification has a smaller curvature than the loss of a regression. The curvature of the loss of a
     survival task is proportional to the fraction of events.
@@ -206,7 +206,7 @@ def _proposal_comments(roles: ColumnRoles) -> str:
 
 
 def _comment_text(text: str) -> str:
-    """Return a text with a space in place of every character that is not allowed in a comment."""
+    """Return a text in which a space replaces every character that is not allowed in a comment."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 

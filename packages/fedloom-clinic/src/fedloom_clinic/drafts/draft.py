@@ -1,4 +1,4 @@
-"""Draft of an experiment file, based on a table's content, with sentences that explain it."""
+"""Draft of an experiment file, based on a table's content, with an explanation in sentences."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ExperimentDraft:
     Args:
         survey: survey of the table.
         by: column that names the site of each row. If None, the column is detected. If empty, no column names the site.
-        target: column to be predicted, or the 0/1 columns of several labels. If None, the column is detected.
+        target: column to predict, or the 0/1 columns of several labels. If None, the column is detected.
         event: column that is 1 for an event, if the target is the time to an event. If None, the column is detected. If
             empty, there is no event column.
         subject: column that names the subject of each row, if a subject may have several rows. If None, the column is
@@ -111,7 +111,7 @@ class ExperimentDraft:
 
     @property
     def asks(self) -> bool:
-        """True if the target is unknown, so that a data set cannot be read with the draft."""
+        """True if the target is unknown, so the draft cannot be used to read a data set."""
         return self._target is None
 
     @property
@@ -214,7 +214,7 @@ class ExperimentDraft:
 
     @property
     def _outcome(self) -> list[ColumnProfile]:
-        """The target or the labels, and the event, if they are known. Missing columns are omitted."""
+        """The target or labels, and the event, if known. Missing columns are omitted."""
         return [column for column in (*(self._labels or (self._target,)), self._event) if column is not None]
 
     def _choose_subject(self, option: str | None, by: str | None) -> None:
@@ -401,7 +401,7 @@ class ExperimentDraft:
 
     @staticmethod
     def _clashing_numbers(numbers: list[ColumnProfile]) -> dict[str, list[str]]:
-        """Return numbers that mark missing cells in some columns, with the columns where they are regular numbers."""
+        """Return numbers that mark missing cells in some columns, and the columns where they are ordinary values."""
         marks = {level for c in numbers for level in c.extremes}
         return {
             mark: [c.name for c in numbers if mark not in c.extremes and float(mark) in c.numbers] for mark in marks
@@ -463,7 +463,7 @@ class ExperimentDraft:
         The agreement leaves units unspecified and takes ranges from the table.
 
         Args:
-            data: data that were read as drafted.
+            data: data that were read according to the draft.
         """
         assert isinstance(data.prepare, Table)
         ranges = []
@@ -492,7 +492,7 @@ class ExperimentDraft:
 
 
 def unnamed_level_notes(data: Dataset, agreement: Agreement) -> list[str]:
-    """Return a sentence for each column with levels that are not named in an agreement.
+    """Return a sentence for each column with levels that an agreement does not name.
 
     Args:
         data: data that contain all levels.

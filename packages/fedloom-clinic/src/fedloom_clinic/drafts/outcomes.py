@@ -1,6 +1,6 @@
-"""Outcome of a table, which is its target together with the event that belongs to a time.
+"""Outcome of a table: its target and, if the target is a time, its event.
 
-The outcome is chosen if it has clear evidence. Otherwise, the draft asks the user to choose.
+The outcome is chosen if the evidence is clear. Otherwise, the draft asks the user to choose.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TIME_PATTERN = re.compile(
     r"([_\W]|$)",
     re.IGNORECASE,
 )
-"""Pattern of names that mean the time to an event."""
+"""Pattern of names for the time to an event."""
 OTHER_TIME_PATTERN = re.compile(
     r"(^|[_\W])(age|los|stay|gestation|education|icu|uci|its|liegedauer|verweildauer|aufenthalt\w*|estancia|estadia|"
     r"s[eé]jour|hospitalisation|hospitalizaci[oó]n)([_\W]|$)|study_?time",
@@ -39,13 +39,12 @@ FOLLOW_UP_PATTERN = re.compile(
     r"follow.?up|suivi|seguimiento|nachbeobacht|[uü]e?berleb|survie|superviv|sopravviv|(^|[_\W])fu|surviv|last.?(observ|contact|seen|visit|follow)|to.?(death|event)|^(time|t|tte|duration)$|^([opedr]?fs|os)([_\W]|$)",
     re.IGNORECASE,
 )
-"""Pattern of names that mean the observation time, as opposed to other times such as the time from diagnosis to
-treatment."""
+"""Pattern of names for the observation time, as opposed to other times such as the time from diagnosis to treatment."""
 WHOLE_NAME_PATTERN = re.compile(r"^(days|weeks|months|t?stop)$", re.IGNORECASE)
-"""Pattern of names that mean the time under observation if no other column contains a time."""
+"""Pattern of names for the time under observation if no other column contains a time."""
 BARE_TIME_PATTERN = re.compile(r"^(time|t|tte|duration|futime|ptime|rfstime|survtime|[op]?fs|os)$", re.IGNORECASE)
 """Pattern of names of times that occur only in survival tables. If a table contains only other times, a column of
-deaths may be a class to be predicted."""
+deaths may be a class to predict."""
 EVENT_PATTERN = re.compile(
     r"event|status|died|dead|death|deceased|relapse|recur|arrest|fail|progress|observed|uncens|^[ed]$|^delta$|stat$|"
     r"d[eé]c[eè]s|verstorben|gestorben|ereignis|[eé]v[eé]nement|rezidiv|rechute|reca[ií]da|muerte|fallec|deced|exitus|"
@@ -56,14 +55,14 @@ EVENT_PATTERN = re.compile(
 or events, so the user must state the meaning."""
 CENSORED_PATTERN = re.compile(r"cens", re.IGNORECASE)
 INDICATOR_PATTERN = re.compile(r"(^|[_\W])cens(or|ors)?$", re.IGNORECASE)
-"""Pattern of names that, by convention in survival data, use 1 for an event and 0 for censored. The name
-``censored`` may have the opposite meaning."""
+"""Pattern of names of columns that, by convention in survival data, use 1 for an event and 0 for a censored row. The
+name ``censored`` may have the opposite meaning."""
 LONGER_TIME_PROBABILITY = 0.75
 """Minimum probability that confirms the convention. This is the probability that a censored time is
 longer than the time of an event.
 
-In 5 of the 14 public tables with an event whose correct roles were written down in advance, the probability is at least
-this high. In none of these tables is it so low that 0 and 1 would be confused (the lowest value is 0.31).
+In 5 of 14 public tables with an event and with roles that were recorded in advance, the probability is at least this
+high. In none of these tables is it so low that 0 and 1 would be confused (the lowest value is 0.31).
 """
 ENTRY_PATTERN = re.compile(r"entry|(^|[_\W])t?(start|begin)([_\W]|$)|^time0$|truncat", re.IGNORECASE)
 """Pattern of names for the start of observation."""
@@ -76,14 +75,14 @@ COUNT_PATTERN = re.compile(
     r"(^|_)(n|num|number|count|counts|no)_|_(n|count|counts)$|visits|admissions|admits|episodes|falls|seizures|attacks|claims",
     re.IGNORECASE,
 )
-"""Pattern of names that mean a count."""
+"""Pattern of names for a count."""
 MAX_EVENT_CODES = 4
 """Maximum number of distinct values in a column of events whose codes are not only 0 and 1."""
 
 CALENDAR_PATTERN = re.compile(
     r"(^|[_\W])(years?|yr|jahr|annee|month|monat|day|date|datum|hour|week|quarter|timestamp)$", re.IGNORECASE
 )
-"""Pattern of names that mean a date of recording, which is rarely a target."""
+"""Pattern of names for a date of recording, which is rarely a target."""
 TARGET_WORDS = words(
     "target targets label labels outcome outcomes y response dependent endog groundtruth "
     "ziel zielvariable zielgrosse cible objetivo rul remainingusefullife"
@@ -122,16 +121,16 @@ RESULT_WORDS = words(
 ) = 4, 3, 3, 2, 1, 1, 4
 """Points for evidence that a column is the target, in this order: a name in `TARGET_WORDS`, a name in `EVENT_WORDS`,
 the name of the file, a name in `RESULT_WORDS` or equal to the end of the file's name, a word of either, the last
-position, and being the only candidate. A time that occurs together with a single event gets as many points as a name in
+position, and being the only candidate. A time that occurs with a single event gets as many points as a name in
 `TARGET_WORDS`."""
 MIN_SURE_POINTS = 3
 """Minimum number of points of the chosen candidate, which must also lead the second by at least `MIN_LEAD_POINTS`."""
 MIN_LEAD_POINTS = 2
 """Minimum lead of the first candidate over the second, in points.
 
-With both limits, 21 of the 31 public tables whose correct roles were written down beforehand are drafted correctly, 10
-lead to a question, and no draft is wrong. Of 23 further tables with columns in four languages, 13 are drafted correctly
-and 10 lead to a question.
+With both limits, 21 of 31 public tables with roles that were recorded in advance are drafted correctly, 10 lead to a
+question, and no draft is wrong. Of 23 additional tables with columns in four languages, 13 are drafted correctly and 10
+lead to a question.
 """
 MAX_SHOWN_CANDIDATES = 6
 """Maximum number of candidates that a question lists."""
@@ -168,14 +167,14 @@ def is_coded(column: ColumnProfile) -> bool:
 
 
 def is_time(column: ColumnProfile) -> bool:
-    """Return True if a column is named like a time and contains more than two numbers, nearly all at least 0."""
+    """Return True if a column's name suggests a time and it contains more than two numbers, nearly all at least 0."""
     numbers = column.numbers
     named = TIME_PATTERN.search(column.name) and not OTHER_TIME_PATTERN.search(column.name)
     return bool(named) and len(set(numbers.tolist())) > 2 and bool((numbers >= 0).mean() >= MIN_ENTRY_SHARE)
 
 
 def is_count(column: ColumnProfile) -> bool:
-    """Return True if a column has the name of a count, and more than two distinct integers with the minimum 0."""
+    """Return True if a column's name suggests a count and it has more than two distinct integers with minimum 0."""
     numbers = column.numbers
     return (
         column.is_integer
@@ -262,7 +261,7 @@ def labels(survey: TableSurvey, names: Sequence[str], event: str | None) -> tupl
 
 
 def _clearest_outcome(survey: TableSurvey, times: list[ColumnProfile], events: list[ColumnProfile]) -> TableOutcome:
-    """Return the outcome that has the clearest evidence."""
+    """Return the outcome with the clearest evidence."""
     doubts = [c for c in survey.columns.values() if _may_be_event(c)] if times else []
     points, unsure = _target_points(survey)
     under = [c for c in times if FOLLOW_UP_PATTERN.search(c.name)]
@@ -334,7 +333,7 @@ def _clearest_outcome(survey: TableSurvey, times: list[ColumnProfile], events: l
     ):
         return TableOutcome(survey.columns[best], alternatives=tuple(name for name in rest if points[name]))
     names = [*points]
-    ranked = sorted(names, key=lambda name: (-points[name], -names.index(name)))  # later columns are more likely
+    ranked = sorted(names, key=lambda name: (-points[name], -names.index(name)))  # targets are more often later columns
     return TableOutcome(
         None, question=_question_text(survey, "which column is predicted", ranked), alternatives=tuple(ranked)
     )
@@ -417,7 +416,7 @@ def _target_points(survey: TableSurvey) -> tuple[dict[str, int], set[str]]:
 def _has_truth_levels(column: ColumnProfile) -> bool:
     """Return True if a column contains yes-or-no values, as outcomes often do.
 
-    Other texts and small sets of numbers are groups just as often as outcomes.
+    Other texts and small sets of numbers are just as often groups as outcomes.
     """
     return {level.lower() for level in column.levels} <= TRUTH_LEVELS
 

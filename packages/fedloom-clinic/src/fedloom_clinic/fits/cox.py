@@ -1,6 +1,6 @@
 """Cox regression computed from sums over sites.
 
-The fit equals the fit to the pooled rows, but the rows of patients stay at their sites.
+The fit is equivalent to the fit to the pooled rows, but patients' rows stay at their sites.
 
 References: D. R. Cox, "Regression models and life-tables", JRSS B 1972. Ties by N. Breslow, Biometrics 1974, and B.
 Efron, JASA 1977. The sums over sites are computed as in C.-L. Lu et al., "WebDISCO", JAMIA 2015.
@@ -53,8 +53,8 @@ MIN_COLUMN_WIDTH = 1e-140
 """Minimum span of a column, and the inverse of its maximum span. Within these limits, the squares of the numbers,
 summed over 1e9 rows, neither vanish nor overflow in double precision."""
 MAX_STALLED_DECREMENT = 1e-9
-"""The fit ends if a step does not raise the likelihood and the Newton decrement, relative to the likelihood, is below
-this limit. Rounding errors of sums then hide the gain, so further steps would not help."""
+"""The fit ends if a step does not increase the likelihood and the Newton decrement, relative to the likelihood, is
+below this limit. Rounding errors in the sums then hide the gain, so more steps would not help."""
 MAX_NEWTON_STEPS, MAX_HALVINGS = 50, 30
 RATIO_ERRORS = 4
 """Error of a mean over the rows at risk, in errors of a sum divided by their weight: with ties, both sums of the ratio
@@ -97,7 +97,7 @@ class RiskSums(NamedTuple):
 
 
 class NotConvergedError(DataError):
-    """Error: the steps of a fit have ended without a maximum, and the rows have not been found to be separated."""
+    """Error: the steps of a fit ended without a maximum, and no separation of the rows was found."""
 
 
 class Wald:
@@ -266,7 +266,7 @@ def fit_cox(
         sites: rows of every site.
         ties: method for tied event times.
         stratify: True to give every site its own baseline hazard.
-        names: names of the columns, which are used in messages.
+        names: names of the columns for messages.
         penalty: "ridge" or "firth". The module `fedloom_clinic.fits.penalty` defines how the penalties are scaled.
         strength: strength of a ridge, above 0. If "cv" or None, the strength with the largest cross-validated
             likelihood is used.
@@ -357,21 +357,21 @@ def maximize_likelihood(
 ) -> tuple[Floats, Likelihood]:
     """Return the coefficients ``[p]`` that maximize the likelihood, and the likelihood at these coefficients.
 
-    All columns must have unit spread. To check whether columns depend on each other linearly, all coefficients are set
-    to 0, where every row has weight. Whether rows are separated is checked after the last step, because the information
-    vanishes only then. This check uses the rows if they are available, and otherwise the sums.
+    All columns must have unit spread. To check for linearly dependent columns, all coefficients are set to 0, where
+    every row has weight. Whether rows are separated is checked after the last step, because the information vanishes
+    only then. This check uses the rows if they are available, and otherwise the sums.
 
     Args:
         at: function that returns the likelihood of all rows at the given coefficients.
         names: the columns' names.
         separation: function that searches the rows for a direction of separation. None if the rows are not available.
         intercepts: number of leading columns that are intercepts.
-        penalty: penalty that the likelihood contains. If there is a ridge, columns may depend on each other. With
+        penalty: penalty that the likelihood contains. If there is a ridge, columns may be linearly dependent. With
             either penalty, the rows may be separated.
         start: initial coefficients. If None, they start at 0.
 
     Raises:
-        DataError: no finite fit exists, or columns depend on each other.
+        DataError: no finite fit exists, or columns are linearly dependent.
         NotConvergedError: the steps do not converge.
     """
     beta: Floats = np.zeros(len(names)) if start is None else start
@@ -397,7 +397,7 @@ def maximize_likelihood(
             ended = True
             break
         if np.array_equal(beta, before):
-            break  # no shorter step raises the likelihood, so further steps would repeat this one
+            break  # no shorter step increases the likelihood, so additional steps would repeat this one
     if penalty == "none" and (not ended or is_suspect(first.information, here.information)):
         direction = separation() if separation else None
         if direction is not None:
@@ -417,9 +417,9 @@ def maximize_likelihood(
 def _halved_newton_step(
     at: LikelihoodFunction, beta: Floats, step: Floats, here: Likelihood
 ) -> tuple[Floats, Likelihood]:
-    """Return the coefficients after a Newton step that is halved until the likelihood does not decrease."""
+    """Return the coefficients after a Newton step, which is halved until the likelihood does not decrease."""
     for _ in range(MAX_HALVINGS):
-        with np.errstate(all="ignore"):  # a step that is too long overflows
+        with np.errstate(all="ignore"):  # too long a step overflows
             ahead = at(beta + step)
         if ahead.value >= here.value - 1e-12 * abs(here.value):
             return beta + step, ahead
@@ -430,7 +430,7 @@ def _halved_newton_step(
 def check_varying(parts: Sequence[Floats], names: Sequence[str]) -> None:
     """Raise an error if a column has the same value in every row.
 
-    Values are compared, because rounding may leave a spread.
+    The values themselves are compared, because rounding may leave a spread.
 
     Raises:
         DataError: a column has the same value in every row, is not finite, or contains numbers too large or too small
@@ -459,8 +459,8 @@ def _row_differences(sites: Sequence[SurvivalSite], *, stratify: bool) -> tuple[
     differences are 0.
 
     The likelihood increases without limit in a direction b if, at each event time, the rows with the event have the
-    largest x b among all rows at risk. Rows that are at risk at a later time were also at risk earlier, so that one row
-    per event time is enough to represent them.
+    largest x b among all rows at risk. Rows that are at risk at a later time were also at risk earlier, so one row per
+    event time is enough to represent them.
     """
     gains, equal = list[Floats](), list[Floats]()
     for group in [[site] for site in sites] if stratify else [sites]:

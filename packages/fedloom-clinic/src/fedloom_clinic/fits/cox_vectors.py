@@ -1,8 +1,7 @@
-"""Vectors that sites send in a Cox regression: sums in agreed time bins, encoded as integers so that masks cancel.
+"""Vectors that sites send in a Cox regression: sums in agreed-upon time bins, encoded as integers so that masks cancel.
 
 Minimum counts protect small groups: a site sends nothing for a bin with too few of its events. Bins are merged
-until each one contains events of enough sites. The rows of fewer sites are then never the only difference between two
-sums.
+until each one contains events of enough sites. Two sums then never differ only by the rows of fewer sites.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class CoxAgreement(NamedTuple):
     """Terms that all sites agree on before any site sends a sum.
 
     Attributes:
-        ends: ends of the time bins in ascending order, ``[J]``. A time is treated as if it were the end of its bin.
-            Empty if the fit is stratified.
+        ends: upper edges of the time bins in ascending order, ``[J]``. A time is treated as if it were its bin's upper
+            edge. Empty if the fit is stratified.
         low: smallest plausible value of each column, ``[p]``.
         high: largest plausible value of each column, ``[p]``.
         least: minimum number of events that a site must have in a bin, and of rows at risk there, before it sends them.
@@ -72,7 +71,7 @@ class CoxAgreement(NamedTuple):
 
 
 class BinningLoss(NamedTuple):
-    """Rows and events that are lost because of bins and minimum counts, summed over sites.
+    """Rows and events lost to bins and minimum counts, summed over sites.
 
     Attributes:
         rows: number of rows at all sites.
@@ -113,7 +112,7 @@ def ranges_of(sites: Sequence[SurvivalSite]) -> tuple[Floats, Floats]:
 
 
 def bin_ends(width: float, last: float) -> Floats:
-    """Return the ends ``[J]`` of bins of equal width. The end of the last bin is not before `last`.
+    """Return the upper edges ``[J]`` of bins of equal width. The last edge is not before `last`.
 
     Raises:
         ConfigError: the width is not above 0, or it would give too many bins.
@@ -127,7 +126,7 @@ def bin_ends(width: float, last: float) -> Floats:
 
 
 def bin_site(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, BinningLoss]:
-    """Return the rows of a site with times moved to the ends of their bins, and with rare events treated as censored.
+    """Return a site's rows with times moved to the upper edges of their bins, and with rare events treated as censored.
 
     Rows after the site's last bin with `least` rows at risk are treated as censored in this bin. If a site
     has no such bin, it keeps no rows.
@@ -148,7 +147,7 @@ def bin_site(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, Bin
 
 
 def select_stratum(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, BinningLoss]:
-    """Return the rows that a site uses in a stratified fit: all, or none if it has too few events."""
+    """Return the rows that a site uses in a stratified fit: all rows, or no rows if it has too few events."""
     rows, events = len(site.time), int(site.event.sum())
     if events < terms.least:
         return SurvivalSite(site.x[:0], site.time[:0], site.event[:0]), BinningLoss(rows, events, 0, events)
@@ -282,7 +281,7 @@ class SiteVectors:
 
 
 class OpenedCoxSums(NamedTuple):
-    """Content of the sum of the sites' vectors.
+    """Contents of the sum of the sites' vectors.
 
     Attributes:
         likelihood: likelihood at these coefficients. If the rows at risk have so little weight that the step rounds it
@@ -307,7 +306,7 @@ class OpenedCoxSums(NamedTuple):
 def open_sum(
     vector: Ring, terms: CoxAgreement, beta: Floats, sites: int, metric: Floats | None = None
 ) -> OpenedCoxSums:
-    """Return the content of the sum of the sites' vectors, after checking that such a sum can come from rows.
+    """Return the contents of the sum of the sites' vectors, after checking that rows can produce such a sum.
 
     Args:
         vector: sum of the vectors modulo 2^64.

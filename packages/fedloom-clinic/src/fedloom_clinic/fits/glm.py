@@ -113,9 +113,9 @@ def fit_glm(
 ) -> GlmFit:
     """Return the regression of the rows of all sites together, fitted from sums that the sites send.
 
-    The result equals the pooled fit. Each site first sends counts and the sums of its columns, of its targets and of
-    their squares. With these sums, the columns are centered and scaled in the same way at all sites. In each Newton
-    step, a site then sends the sums that `glm_sums` returns.
+    The result is equivalent to the pooled fit. Each site first sends counts and the sums of its columns, of its targets
+    and of their squares. With these sums, the columns are centered and scaled in the same way at all sites. In each
+    Newton step, a site then sends the sums that `glm_sums` returns.
 
     Args:
         sites: rows of every site.
@@ -129,7 +129,7 @@ def fit_glm(
 
     Raises:
         ConfigError: the family or the penalty is unknown.
-        DataError: targets do not fit the family or do not vary, columns do not vary or depend on each other, or no
+        DataError: targets do not fit the family or do not vary, columns do not vary or are linearly dependent, or no
             finite fit exists.
     """
     if family not in GLM_FAMILIES:
@@ -184,7 +184,7 @@ def fit_glm(
             )
         residual = sum(float(site.y @ site.y) for site in scaled) - 2 * exact.value
         degrees = count - spent
-        scale = max(residual, 0.0) / degrees  # a perfect fit may be rounded below 0
+        scale = max(residual, 0.0) / degrees  # rounding may put a perfect fit below 0
     back = np.eye(len(beta))  # matrix that converts beta to the original units
     back[first:, first:] = np.diag(1 / spread)
     back[:first, first:] = -(centre / spread)
@@ -241,8 +241,7 @@ def _check_sites(sites: Sequence[GlmSite], family: str) -> None:
 def _check_intercepts(sites: Sequence[GlmSite], family: str, by_site: Sequence[str] | None) -> None:
     """Raise an error if an intercept has no finite value.
 
-    An intercept has no finite value if it is not penalized and either all rows of its site or none of them have the
-    outcome.
+    An unpenalized intercept has no finite value if either all rows or no rows of its site have the outcome.
     """
     for name, site in zip(by_site or (), sites, strict=False):
         ends = {"logistic": (0.0, 1.0), "poisson": (0.0,)}.get(family, ())

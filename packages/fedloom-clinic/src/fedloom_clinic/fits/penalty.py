@@ -13,7 +13,7 @@ settings of other libraries are equivalent:
     scikit-learn   LogisticRegression(C=1 / (N s)), Ridge(alpha=N s), PoissonRegressor(alpha=s)
     glmnet         lambda = s
 
-Firth's penalty is half of the log determinant of the information. This penalty has neither a strength nor a scale.
+Firth's penalty is half of the log determinant of the information. It has neither a strength nor a scale.
 """
 
 from __future__ import annotations
@@ -232,9 +232,8 @@ def find_ridge_by_sums(
 ) -> tuple[Ridge, Floats, Likelihood, Likelihood]:
     """Return the strength with the largest held-out likelihood, and its fit of all rows with and without the ridge.
 
-    The fits for all strengths perform their Newton steps together, so that one sum serves all of them. `find_ridge`
-    chooses the same strength. If clients cannot answer, the strengths are dropped one after the other, beginning with
-    the weakest.
+    The fits for all strengths take their Newton steps together, so one sum serves them all. `find_ridge`
+    chooses the same strength. If clients cannot answer, strengths are dropped one by one, starting with the weakest.
 
     Args:
         ask: function that returns the sums for the coefficients of all fits ``[K, q]``, or None if clients cannot

@@ -1,6 +1,6 @@
-"""Cox regression from secure sums, with agreed time bins, minimum counts, and integers, so that masks cancel exactly.
+"""Cox regression from secure sums of integers, so that masks cancel exactly, with agreed time bins and minimum counts.
 
-Each site rounds its sums to multiples of a step and sends them as numbers modulo 2^64, so that the secure sum is exact.
+Each site rounds its sums to multiples of a step and sends them as numbers modulo 2^64, so the secure sum is exact.
 The server never receives the sums of individual sites. Columns are scaled to [-1, 1] by agreed ranges, so no statistics
 of a site are needed for scaling, and all weights are at most 1. A stratified fit needs no bins. Each site sends the
 likelihood for its own baseline hazard, with its gradient and information.
@@ -44,12 +44,12 @@ SecureSum = Callable[[Sequence[Ring]], Ring]
 
 
 MAX_LOSS_SHARE = 0.3
-"""Maximum share of negative gains in all gains at which rows count as separated. At the fit of rows that are not
+"""Maximum share of negative gains among all gains for rows to count as separated. At the fit of rows that are not
 separated, this share is 0.5."""
 MIN_SPREAD = 0.05
 """Standard deviation of a column, divided by half of its agreed range, below which the range counts as too wide."""
 ROUNDED_AWAY_REASON = "until the step of the sums rounds the rows at risk away"
-"""Last part of a message about separation that only sums show."""
+"""Last part of a message about separation that was detected from sums alone."""
 
 
 class SecureCoxFit(NamedTuple):
@@ -83,7 +83,7 @@ def fit_secure_cox(
     Args:
         sites: rows of every site.
         terms: agreed terms.
-        names: names of the columns, which are used in messages.
+        names: names of the columns for messages.
         total: function that computes the secure sum.
 
     Raises:
@@ -132,14 +132,14 @@ def fit_from_sums(
             penalty. The function returns the sum of the vectors, or None if sites cannot answer, which must not happen
             if all coefficients are 0. If the result is None, Newton's step is halved.
         terms: agreed terms.
-        names: names of the columns, which are used in messages.
+        names: names of the columns for messages.
         sites: number of sites in a sum.
         paths: function that returns the sums of a cross-validation for the coefficients of all its fits, ``[K, p]``. If
             None, the ridge strength in the terms is used.
 
     Raises:
         DataError: no event may be sent, no finite fit exists, or the steps do not converge.
-        ConfigError: one of the sums cannot come from any rows.
+        ConfigError: no rows can produce one of the sums.
     """
     zero = np.zeros(len(names))
     none = np.zeros((len(names), len(names))) if terms.firth else None

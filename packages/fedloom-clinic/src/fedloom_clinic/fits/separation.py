@@ -61,7 +61,7 @@ largest entry."""
 
 
 def dependent_columns(information: Floats, names: Sequence[str]) -> list[list[str]]:
-    """Return the groups of columns that depend on each other, given by the null vectors of the information at 0.
+    """Return the groups of linearly dependent columns, given by the null vectors of the information at 0.
 
     Args:
         information: information ``[p, p]`` at coefficients of 0. At these coefficients, every row has weight, so a null
@@ -93,7 +93,7 @@ def _reduce_row_space(rows: Floats) -> Floats:
 
 
 def check_columns(information: Floats, names: Sequence[str]) -> None:
-    """Raise if columns are linearly dependent.
+    """Raise an error if columns are linearly dependent.
 
     Raises:
         DataError: some columns are linearly dependent. The message names only these columns.
@@ -111,7 +111,7 @@ def check_columns(information: Floats, names: Sequence[str]) -> None:
 def find_recession_direction(
     first: Floats, information: Floats, steps: tuple[Floats, Floats], rise: float
 ) -> Floats | None:
-    """Search, from sums alone, for a direction along which the likelihood rises without information.
+    """Search, using only sums, for a direction along which the likelihood rises without information.
 
     Return None if there is none.
 
@@ -152,7 +152,7 @@ def find_separating_direction(gains: Floats, equal: Floats, free: int = 0) -> Fl
         gains: differences ``[m, p]`` that must not be negative in the direction, at least one of which must be
             positive.
         equal: differences ``[k, p]`` that must be 0 in the direction.
-        free: number of columns at the beginning that are intercepts. Intercepts always remain in the search for the
+        free: number of leading columns that are intercepts. Intercepts always remain in the search for the
             fewest columns.
     """
     size = np.array([np.median(np.abs(column[column != 0])) if column.any() else 1.0 for column in gains.T])
@@ -213,8 +213,8 @@ def _largest_gain_direction(gains: Floats, equal: Floats) -> Floats | None:
 
 
 ROUNDING_CONFLICT_REASON = "until rounding errors dominate: only extreme values contradict it"
-"""Last part of a message about a direction that some rows contradict, but by so little that the likelihood changes only
-by rounding."""
+"""Last part of a message about a direction that some rows contradict, but so slightly that the likelihood changes only
+by rounding errors."""
 
 
 def no_finite_fit_error(
@@ -225,10 +225,10 @@ def no_finite_fit_error(
     Args:
         direction: direction of the coefficients, for columns scaled to unit spread, ``[p]``.
         names: the columns' names.
-        free: number of columns at the beginning that are intercepts. Intercepts are named only if no other column can
+        free: number of leading columns that are intercepts. Intercepts are named only if no other column can
             be named.
         least: fraction of the largest entry; columns with smaller entries are not named.
-        limit: text that states how far the coefficients rise or fall.
+        limit: text that states how much the coefficients rise or fall.
     """
     part = np.abs(direction)
     part = part / (part[free:].max(initial=0) or part.max())

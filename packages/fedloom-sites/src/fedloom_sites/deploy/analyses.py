@@ -312,7 +312,7 @@ def _rule_names(rules: Rules) -> set[str]:
 
 
 def check_rules(analysis: Analysis) -> None:
-    """Raise an error if an agreement would switch off a rule that real sites need.
+    """Raise an error if an agreement would turn off a rule that real sites need.
 
     Raises:
         ConfigError: ``min_subjects`` or ``min_clients`` is 1.

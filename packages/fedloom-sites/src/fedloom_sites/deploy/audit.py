@@ -41,7 +41,10 @@ class LogEnd(NamedTuple):
 
 
 class Audit:
-    """An append-only log. Args: path: the file, which is created if necessary.
+    """An append-only log.
+
+    Args:
+        path: the file, which is created if necessary.
 
     Raises:
         CheckpointError: (all methods) the disk is full, or the line cannot be written.

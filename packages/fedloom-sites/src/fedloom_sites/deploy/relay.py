@@ -1,7 +1,7 @@
 """Relayed sums: all messages of a round, so that every site can open the sum of the uploads itself, as exact integers.
 
 If the agreement sets ``verify``, a round's sum extends a chain. The first link is the digest of everything that
-determines the initial model, such as the seed. Every further link is the digest of the previous link and of the opened
+determines the initial model, such as the seed. Each subsequent link is the digest of the previous link and the opened
 sum. A link therefore determines the state of the server, except for rounding errors. The terms of a session contain the
 link instead of digests of models, and the session's name contains it, too: every site signs the link, and sites with
 different links have no common session.

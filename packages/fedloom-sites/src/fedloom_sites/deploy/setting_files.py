@@ -122,7 +122,7 @@ def resolve_paths(value: V, folder: Path) -> V:
 
 
 def settings_text(value: Value) -> str:
-    """Convert settings to TOML. If the text is parsed, the result equals the settings.
+    """Convert settings to TOML. Parsing the text gives equal settings.
 
     The table with the data comes first, because people at the site edit this table.
     """

@@ -53,7 +53,7 @@ from fedloom_sites.deploy.row_sets import columns_digest, judge_row_sets
 from fedloom_sites.flower.records import VALUES_RECORD, head_of, make_array_record, read_tensors, write_values
 
 ANALYZE_ACTION, STEPS_PREFIX, SETS_RECORD = "analyze", "fedloom.analysis.", "fedloom.analyses.sets"
-"""Flower's name for messages of an analysis, and names of a node's records of answered steps and summed sets."""
+"""Flower's name for analysis messages, and names of a node's records of answered steps and summed sets."""
 GREETING_STEP = -1
 
 
@@ -148,7 +148,7 @@ def answer_step(values: Mapping[str, Any], analyses: Analyses | None, fed: Feder
                 "previously summed set of rows in too few subjects"
             )
         vector, _, _ = one.answer(question, bounds, form, rows, public)
-    except Exception as error:  # any error depends on the samples, so the server must not notice it
+    except Exception as error:  # the server must not notice the error, because it depends on the samples
         sys.stderr.write(f"fedloom: step {step} of the analysis {name}: {escape_line(describe_error(error))}\n")
         vector, silent = form.zeros, True
     sums = make_array_record({"sums": torch.from_numpy(vector.view(np.int64).copy())})
@@ -203,12 +203,12 @@ def analyze(
     ...     print(analyze(grid, {"kind": "glm"}, "agreement.toml").table)
 
     Args:
-        grid: Flower's.
+        grid: Flower's grid.
         analysis: a value, a name, or a table with its ``kind``, which must be the same as at the nodes.
         agreement: columns with their ranges, which must be the same as at the nodes.
         timeout: number of seconds to wait for answers.
-        folder: folder for the sums, from which the same call resumes an interrupted analysis. None if
-            sums are not stored.
+        folder: folder for the sums. Repeating the call resumes an interrupted analysis from them. If None, sums are not
+            stored.
 
     Raises:
         ConfigError: the analysis cannot be applied to these columns.

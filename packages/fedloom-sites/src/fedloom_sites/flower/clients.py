@@ -1,4 +1,4 @@
-"""Nodes of an existing Flower app, which act as the clients of a round."""
+"""Nodes of an existing Flower app, used as the clients of a round."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Local:
         valset: validation samples, of any of these types.
         device: device of the node's computations.
         folder: folder for the node's model file, ``<node>.safetensors``, which is written at every evaluation, and for
-            the node's state. None if no files are to be written.
+            the node's state. If None, no files are written.
         keys: for samples that are dicts, the names of the model's inputs, followed by the name of the target. By
             default, the target is the entry ``label``, ``labels``, ``target``, ``targets`` or ``y``, and all other
             entries are inputs. Multiple inputs are passed to the model by name.
@@ -61,9 +61,9 @@ class Local:
             options. The server's document cannot weaken it: the document's noise is used only if its clip is not larger
             and its noise is not smaller. Otherwise, the node's noise replaces it. Scores are sent without any noise.
         norm_bound: maximum L2 norm, above 0, of the difference in every field that leaves the node. A difference whose
-            norm is larger is scaled down, regardless of what the server's document says. None if there is no limit.
-        analyses: sum-based analyses that the node answers, with the agreement on their columns. None if no analyses are
-            answered.
+            norm is larger is scaled down, regardless of the server's document. If None, there is no limit.
+        analyses: sum-based analyses that the node answers, with the agreement on their columns. If None, the node
+            answers no analyses.
     """
 
     model: nn.Module
@@ -103,7 +103,7 @@ class Local:
         return setting.with_(upload_transform=own_noise)
 
     def clip_upload(self, job: Job, upload: object, down: object) -> Any:
-        """Return a node's upload, scaled down to the node's norm bound if necessary. Fields ``[1, .]``."""
+        """Return a node's upload with fields ``[1, .]``, scaled down to the node's norm bound if necessary."""
         if self.norm_bound is None:
             return upload
         return clip_upload(job, upload, down, dict.fromkeys(job.fields, float(self.norm_bound)))[0]
@@ -321,7 +321,7 @@ def _adapt_loss(loss: object, y: Tensor, outputs_shape: tuple[int, ...]) -> Any:
 
 @torch.no_grad()
 def _first_outputs(model: nn.Module, x: Tensor) -> Tensor:
-    """Return a module's outputs for the first samples, in evaluation mode."""
+    """Return the outputs of a module in evaluation mode for the first samples."""
     training, first = model.training, next((p for p in model.parameters() if p.is_floating_point()), x)
     try:
         outputs: Tensor = model.eval()(x[:PROBE_SAMPLES].to(first))
@@ -331,7 +331,7 @@ def _first_outputs(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def _describe_loss_fault(loss: Any, outputs: Tensor, targets: Tensor) -> str:
-    """Try a loss on some outputs and targets, and return a description of its error, or "" if it returns one number."""
+    """Try a loss on some outputs and targets, and return a description of its error, or "" if it returns a scalar."""
     shapes = f"outputs {[*outputs.shape]} with targets {[*targets.shape]}"
     try:
         mean = loss(outputs, targets)

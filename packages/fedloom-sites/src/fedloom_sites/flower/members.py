@@ -1,4 +1,4 @@
-"""Nodes of a run, as they introduce themselves and as they are stored in the run's folder."""
+"""Nodes of a run: their introductions, and their records in the run's folder."""
 
 from __future__ import annotations
 

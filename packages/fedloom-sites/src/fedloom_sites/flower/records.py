@@ -20,11 +20,11 @@ from fedloom_sites.deploy.protocol.envelope import ARRAYS_RECORD, unpack_arrays
 VALUES_RECORD = "fedloom"
 """Name of the record with the plain values of a message or a reply."""
 FROZEN_TOLERANCE = 1e-3
-"""Maximum difference between the means and standard deviations of equal untrained values."""
+"""Maximum difference between the means, or the standard deviations, of equal untrained values."""
 
 
 def log(level: int, text: str, *values: object) -> None:
-    """Write one line to Flower's log, in which the texts of other machines cannot begin a new line.
+    """Write one line to Flower's log. Text from other machines cannot start a new line in it.
 
     Flower's releases export this log from different modules.
     """
@@ -59,12 +59,12 @@ def read_tensors(records: RecordDict, name: str) -> dict[str, Tensor]:
         return {}
     try:
         return dict(record.to_torch_state_dict())
-    except Exception as error:  # bytes from another machine may cause any error
+    except Exception as error:  # bytes from another machine can raise any error
         raise WireError(f"the arrays {name!r} cannot be read: {type(error).__name__}") from error
 
 
 def head_of(records: RecordDict) -> dict[str, Any]:
-    """Return the plain values of a message.
+    """Return a message's plain values.
 
     Raises:
         WireError: the message was not written by fedloom.
@@ -81,7 +81,7 @@ def head_of(records: RecordDict) -> dict[str, Any]:
 
 
 def write_values(**values: Any) -> ConfigRecord:
-    """Write the plain values of a message to a record.
+    """Write a message's plain values to a record.
 
     Returns:
         A record with the values and the release.
@@ -123,7 +123,7 @@ def read_state_dict(arrays: object, module: nn.Module) -> dict[str, Tensor]:
 
 
 def describe_shapes(module: nn.Module) -> str:
-    """Return a text with the shapes of a module's parameters, and with shapes, means and spreads of untrained values.
+    """Describe the shapes of a module's parameters, and the shapes, means and spreads of its untrained values, as text.
 
     Statistics of normalization layers are omitted, since a node computes them from its own samples.
     """

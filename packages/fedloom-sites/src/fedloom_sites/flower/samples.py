@@ -1,4 +1,4 @@
-"""Conversion of an app's data sets to tensors, and of its module to one with a row per sample as input and output."""
+"""Conversion of an app's data sets to tensors, and of its module to one that maps a row per sample to a row."""
 
 from __future__ import annotations
 
@@ -167,15 +167,15 @@ class NodeSamples(NamedTuple):
 
 
 def read_samples(part: str, samples: object, keys: Sequence[str], subject: str | None = None) -> NodeSamples:
-    """Read a data set, and return its inputs by name and its targets.
+    """Read a data set, and return its inputs, keyed by name, and its targets.
 
     Args:
-        part: name of the part, which is used in messages.
+        part: name of the part for messages.
         samples: a ``Dataset``, a ``DataLoader``, or tensors ``(x, y)``.
         keys: for samples that are dicts, the names of the inputs, followed by the name of the target. Empty if the
             default names are used.
         subject: for samples that are dicts, the entry that contains the sample's subject, which is not an input. None
-            without subjects.
+            if there are no subjects.
 
     Raises:
         ConfigError: the data set does not contain samples that include a target, or is a table.
@@ -299,7 +299,7 @@ def _input_and_target_keys(part: str, batch: Mapping[str, Any]) -> tuple[str, ..
     """Return the names of the inputs, followed by the name of the target.
 
     Raises:
-        ConfigError: no entry, or more than one, has a name in `TARGET_KEYS`.
+        ConfigError: no entry or more than one entry has a name in `TARGET_KEYS`.
     """
     targets = [name for name in batch if name in TARGET_KEYS]
     if len(targets) != 1 or len(batch) < 2:
@@ -314,7 +314,7 @@ def fit_inputs(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor,
     """Convert inputs to a tensor that a module accepts, and determine its signature by calling it on two samples.
 
     Args:
-        module: the app's.
+        module: the app's module.
         inputs: inputs ``[n, ...]``, keyed by name.
 
     Returns:

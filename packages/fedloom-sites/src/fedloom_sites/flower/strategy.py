@@ -48,7 +48,7 @@ from fedloom_sites.transport.forms import Forms
 from fedloom_sites.transport.limits import check_real_clients
 
 ROUND_KEY = "server-round"
-"""Key that represents the round in the configs of Flower's strategies."""
+"""Key for the round in the configs of Flower's strategies."""
 CONFIG_HINTS = {
     "train_config": "give local={'lr': ...} to the strategy",
     "evaluate_config": "for your own scores, add @app.evaluate('mine') to the nodes",
@@ -59,7 +59,7 @@ LONG_RUN_ROUNDS = 1000
 
 
 class Strategy(FlowerStrategy):
-    """The server part of a fedloom method in a Flower app whose nodes use `fedloom_sites.flower.client`.
+    """The server side of a fedloom method in a Flower app whose nodes use `fedloom_sites.flower.client`.
 
     Args:
         algorithm: the method's name in ``fl.algorithms.REGISTRY``.
@@ -70,7 +70,7 @@ class Strategy(FlowerStrategy):
         wait: number of seconds to wait for the nodes.
         evaluate_every: number of rounds between two evaluations at the nodes, or 0 for no evaluation.
         folder: folder for the run's checkpoint, which is written after every round. Calling `start` with the folder of
-            an interrupted run resumes the run with the same nodes. None if no checkpoint is written.
+            an interrupted run resumes the run with the same nodes. If None, no checkpoint is written.
         choices: ``local``, ``sampler``, ``aggregation_weights``, ``personalized_aggregation``, ``aggregator``,
             ``upload_transform``, ``client_weights``, ``seed``, ``augment`` or ``engine``, as in an experiment file or
             `fedloom.Setting`. All other arguments are options of the method.
@@ -239,7 +239,7 @@ class Strategy(FlowerStrategy):
 
         Raises:
             RunStopped: every node in the cohort rejected the round or sent an upload that is not finite, or the
-                server's state is not finite. Repeating the request would not change this.
+                server's state is not finite. Repeating the request would not help.
         """
         clients, job, before = self._running
         arrived = list(replies)

@@ -25,7 +25,7 @@ from fedloom.processes.clients import ScoreRequest, TrainRequest
 HEADER_BYTES = 1 << 16
 """Maximum number of bytes in an encoded message apart from its numbers."""
 WEIGHER_REPORT, SAMPLER_REPORT, MODEL_FIELD = "answer to the weigher", "answer to the sampler", "model"
-"""Names of those message fields that are not fields of the method."""
+"""Names of the message fields that are not fields of the method."""
 
 
 class Forms:

@@ -13,9 +13,9 @@ def check_real_clients(name: str, setting: Setting, party: str, *, streams: bool
     """Raise an error if a method or a choice needs something that real clients cannot provide.
 
     Args:
-        name: name of the method, which is used in messages.
+        name: name of the method for messages.
         setting: the run.
-        party: plural noun for the clients, which is used in messages.
+        party: plural noun for the clients in messages.
         streams: True if clients may answer at any time, so that buffered schedules work.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Run at the location of one client's samples, which is a deployment's site or a node of a Flower app."""
+"""Run at one client, where the client's samples are: a deployment's site or a node of a Flower app."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Node:
         return score_chunk(job, models.down, models.shared, ScoreTask(t, self.ids, self.ids, common=False))
 
     def score_hybrid(self, job: Job, scores: Scores) -> Scores:
-        """Return the scores, including those of the hybrid model, the model that is better on the validation part."""
+        """Return the scores, including those of the hybrid model, which is the better model on the validation split."""
         return scores | hybrid_scores(scores, job.setting.evaluate.select_on)
 
 

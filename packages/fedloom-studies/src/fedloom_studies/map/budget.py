@@ -15,7 +15,7 @@ from fedloom_studies.map.records import DONE_STATUS, CellRecord, stale_reason
 from fedloom_studies.map.setups import Cell, Setup
 
 EQUAL_GRADIENTS_TOLERANCE = 0.01
-"""A number of gradients is considered equal to FedAvg's number up to this relative difference."""
+"""Relative difference up to which a number of gradients is considered equal to FedAvg's."""
 
 
 class GradientBudget:
@@ -68,7 +68,7 @@ class GradientBudget:
         runs = [*((params, setup.tuning[0]) for params, _ in first.trials), *((first.chosen, s) for s in setup.seeds)]
         try:
             return all(self.rounds(cell, params, seed) == self._plan.common.rounds for params, seed in runs)
-        except RunStopped:  # a trial that diverges: what it would have taken is not known
+        except RunStopped:  # the cost of a trial that diverged is unknown
             return False
 
     def _budget_of_seed(self, seed: int) -> tuple[Federation, Budget]:

@@ -25,8 +25,8 @@ from fedloom_studies.map.setups import REFERENCE_METHODS, Setup
 FIRST_METHODS = REFERENCE_METHODS[:2]
 """Methods that every portfolio contains."""
 LEFT_OUT_METHODS = ("fedavg-ft",)
-"""Methods that are never selected. These methods train after the last round; in a race, this training would be repeated
-at each comparison."""
+"""Methods that are never selected. They train after the last round, and a race would repeat this training at each
+comparison."""
 PORTFOLIO_SIZE = 6
 """Number of methods in the portfolio."""
 STEP_SIZE_KEY = "local.lr"
@@ -80,7 +80,7 @@ def greedy_cover(figures: Figures, size: int = PORTFOLIO_SIZE) -> tuple[str, ...
 
 
 def leave_one_out(figures: Figures, size: int = PORTFOLIO_SIZE) -> dict[str, tuple[tuple[str, ...], float]]:
-    """Return, for each setup, the portfolio that would be selected without this setup, and its regret in this setup."""
+    """Return, for each setup, the portfolio selected without this setup, and its regret in this setup."""
     chosen = {setup: greedy_cover({k: v for k, v in figures.items() if k != setup}, size) for setup in figures}
     return {setup: (methods, selection_regrets(figures, methods)[setup]) for setup, methods in chosen.items()}
 

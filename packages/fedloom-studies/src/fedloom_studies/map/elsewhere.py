@@ -1,4 +1,4 @@
-"""Measurement of cells on an executor. A cell (a method in a setup) is sent as text, and its record is sent back."""
+"""Measurement of cells on an executor. A cell (a method in a setup) is sent as text, and its record is returned."""
 
 from __future__ import annotations
 

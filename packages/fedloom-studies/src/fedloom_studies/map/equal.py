@@ -58,7 +58,7 @@ class BothProtocols(NamedTuple):
 
     @property
     def repeated(self) -> list[str]:
-        """Return the methods that were run again although their work is the same as at equal rounds."""
+        """Return the methods that were rerun even though their work is the same as at equal rounds."""
         again = [
             name for name, record in self.records.items() if record.status == DONE_STATUS and name not in self.changes
         ]
@@ -80,7 +80,7 @@ def compare_protocols(rounds: SetupVerdict, first: Records, second: Records) -> 
         first: all records at equal rounds.
         second: all records at equal gradients.
     """
-    setup = replace(rounds.setup, plan=())  # both protocols have the first seeds
+    setup = replace(rounds.setup, plan=())  # both protocols include the first seeds
     rounds, gradients = (
         judge_setup(setup, first) if rounds.setup.plan else rounds,
         judge_setup(setup, fill_reused(second, first)),
@@ -205,7 +205,7 @@ def equal_section(c: BothProtocols) -> Iterator[str]:
 
 
 def _method_notes(setup: Setup, c: BothProtocols, method: str) -> str:
-    """Return remarks on a method: if its record is stale or reused, and which changes and gains are significant."""
+    """Return remarks on a method: a stale or reused record, and its significant changes and gains."""
     record, standing, change = c.records[method], c.gradients.find(method), c.changes.get(method)
     old = stale_reason(Cell(setup, method, record.space, GRADIENTS_PROTOCOL), record)
     remarks = [f"stale ({old})"] if old else []

@@ -63,7 +63,7 @@ def _patch_features(data_dir: str | Path | None) -> Dataset:
 
 
 class PatchEncoder:
-    """Encoder that computes features of images, fitted to other images.
+    """Encoder, fitted to a set of images, that computes features of other images.
 
     Args:
         images: images to fit, ``[N, 3, height, width]``, as bytes.
@@ -81,7 +81,7 @@ class PatchEncoder:
     def __call__(self, images: Tensor) -> Tensor:
         """Return the features of images, ``[N, 8 * PATCH_COUNT]``.
 
-        Each feature measures how far patches exceed the threshold in one direction, averaged over a quarter of the
+        Each feature measures how much patches exceed the threshold in one direction, averaged over a quarter of the
         image.
         """
         return torch.cat([self._block(block) for block in images.split(BLOCK_IMAGES)])

@@ -41,8 +41,8 @@ Table = NDArray[np.float64]
 Groups = list[tuple[int, int]]
 """First and last positions of every group of adjacent methods that the test does not distinguish."""
 DETECTABLE_GAIN = 0.03
-"""Gain that a setup should be able to detect. A smaller gain would not justify the work and traffic of a different
-method."""
+"""Gain that a setup should be able to detect. A smaller gain would not justify a different method's work and
+traffic."""
 DETECTION_PROBABILITY = 0.8
 """Required probability of detecting this gain in a setup. Studies usually aim for this statistical power."""
 
@@ -206,7 +206,7 @@ def _standing_figures(record: CellRecord, done: Mapping[str, CellRecord], best: 
 
 
 def indistinct_groups(count: int, apart: Callable[[int, int], bool]) -> Groups:
-    """Return the longest ranges of positions whose first method does not differ from the other methods.
+    """Return the longest ranges of positions in which the first method does not differ from the other methods.
 
     >>> indistinct_groups(4, lambda i, k: k - i > 1), indistinct_groups(3, lambda i, k: True)
     ([(0, 1), (1, 2), (2, 3)], [(0, 0), (1, 1), (2, 2)])
@@ -225,7 +225,7 @@ class OverallComparison(NamedTuple):
     Attributes:
         methods: methods in order of their mean ranks, best first.
         ranks: each method's mean rank over the setups, where 1 is the best.
-        setups: setups with a result of each of these methods.
+        setups: setups with a result for each of these methods.
         p: p-value of Friedman's test, for the hypothesis that all methods are equally good.
         groups: groups of methods that Nemenyi's test does not distinguish.
     """

@@ -92,7 +92,7 @@ def cells_to_run(
 
 
 def missing_seeds(cell: Cell, record: CellRecord) -> tuple[int, ...]:
-    """Return the planned seeds that the record of a cell lacks. A record without a result lacks none."""
+    """Return the planned seeds that a cell's record lacks. A record without a result does not lack any."""
     return tuple(seed for seed in cell.seeds if str(seed) not in record.seeds) if record.status == DONE_STATUS else ()
 
 
@@ -115,7 +115,7 @@ def measure_all(
         again: True to rerun each cell with other seeds, to confirm its verdict.
         workers: number of cells to run at the same time.
         join: True to wait for cells that other processes are measuring, and to take over the cells of processes that
-            have died. False to leave the cells of other processes to them.
+            have died. False to leave other processes' cells to these processes.
 
     Raises:
         ConfigError: torchrun has started more than one rank.
@@ -254,8 +254,8 @@ class CellWork(NamedTuple):
             return None
         with summaries.count_spent_time(self.folder, "planned"):
             try:
-                alike = self.gradients.has_equal_work(self.cell, first)
-            except ConfigError:  # `measure` has its sentence
+                has_equal_work = self.gradients.has_equal_work(self.cell, first)
+            except ConfigError:  # `measure` adds the sentence
                 return None
         reason = "FedAvg's gradients at equal rounds, so the same runs"
         return new_record(self.cell, REUSED_STATUS, reason, self._minutes("planned")) if alike else None
@@ -285,7 +285,7 @@ class CellWork(NamedTuple):
         )
 
     def confirm(self, record: CellRecord | None) -> CellRecord | None:
-        """Return an outdated record as current if rerunning its first seed gives the same values, otherwise None.
+        """Return an outdated record as a current one if rerunning its first seed gives the same values, otherwise None.
 
         The values must be exactly the same.
         """
@@ -302,14 +302,14 @@ class CellWork(NamedTuple):
         from fedloom.lab.tune import Tuning
 
         cell = self.cell
-        place = self.folder / f"tune-{cell.digest.partition('-')[0]}-{cell.source}"  # more trials may come
+        place = self.folder / f"tune-{cell.digest.partition('-')[0]}-{cell.source}"  # more trials may follow
         tuning = Tuning(cell.search, cell.where, place, self.data_dir)
         with self.show(tuning.rounds) as tell:
             (finding,) = tuning.run(lambda *_: None, tell, *listeners, tuned=False)
         return finding
 
     def look_again(self, record: CellRecord) -> CellRecord | None:
-        """Return the record extended by runs of other seeds with the same settings.
+        """Return the record with runs of other seeds added, using the same settings.
 
         Return None if the work was interrupted.
         """
@@ -320,7 +320,7 @@ class CellWork(NamedTuple):
         return replace(record, again=fields["seeds"], minutes=round(record.minutes + self._minutes("again"), 3))
 
     def add_seeds(self, record: CellRecord, seeds: Sequence[int]) -> CellRecord | None:
-        """Return the record with runs of further seeds added, using the same settings.
+        """Return the record with additional seeds' runs, using the same settings.
 
         Return None if the work was interrupted.
         """
@@ -354,7 +354,7 @@ class CellWork(NamedTuple):
         if self.gradients is None:
             return self._run_seeds(seeds, chosen, listeners)
         fields: dict[str, Any] = {}
-        for seed in seeds:  # what the budget buys depends on how the seed draws the clients
+        for seed in seeds:  # the number of rounds within the budget depends on the clients that the seed draws
             of_seed = self._run_within_budget(self.gradients, seed, chosen, listeners)
             if of_seed is None:
                 return None
@@ -369,7 +369,7 @@ class CellWork(NamedTuple):
 
         Return the fields of a record, or None if the work was interrupted.
 
-        If the cost of the run differs too much from the budget, the run is planned anew and performed again.
+        If the cost of the run differs too much from the budget, the run is replanned and repeated.
         """
         try:
             rounds = budget.rounds(self.cell, chosen, seed)
@@ -439,7 +439,7 @@ def estimate_setups(
         factor = sum(r.minutes for r in done) / guessed if guessed else 1.0
         lacking = {r.method: len(missing_seeds(Cell(setup, r.method, r.space, protocol), r)) for r in done}
         searched_cells = [cell for cell in cells_of_setup if not lacking.get(cell.method)]
-        each = factor * sum(_core_minutes_per_run(cell, fed) for cell in searched_cells)  # further seeds have no share
+        each = factor * sum(_core_minutes_per_run(cell, fed) for cell in searched_cells)  # new seeds have no share
         counted = sum(_core_minutes_per_run(cell, fed) * (lacking.get(cell.method) or runs) for cell in cells_of_setup)
         row["estimate"] = round(factor * counted, 1)
         fit = int(((share - spent) / each - len(setup.seeds)) / len(setup.tuning)) if each else setup.trials

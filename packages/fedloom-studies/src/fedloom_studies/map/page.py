@@ -363,7 +363,7 @@ def standing_table(verdicts: Iterable[SetupVerdict], methods: Iterable[str]) -> 
 
 
 def verdict_table(verdicts: Iterable[SetupVerdict]) -> pa.Table:
-    """Return a table with one row for each run, and one for each cell that has no run.
+    """Return a table with one row per run, and one row per cell without a run.
 
     Numbers are neither rounded nor scaled.
     """

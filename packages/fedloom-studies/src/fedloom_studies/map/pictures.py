@@ -19,9 +19,9 @@ STATUS_SIGNS = {NOT_RUN_STATUS: "·", NOT_APPLICABLE_STATUS: "\N{EN DASH}", FAIL
 
 
 def draw_overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> str:
-    """Draw each method's gain over the baseline in each setup as a color, which is pale if the gain is inconclusive.
+    """Draw each method's gain over the baseline in each setup as a color. Inconclusive gains are pale.
 
-    A triangle that points up or down also marks verdicts of better or worse.
+    A triangle that points up or down also marks better or worse methods.
     """
     cells = []
     for j in verdicts:
@@ -92,8 +92,8 @@ def draw_ladder(
         halves: half-width of each value's interval. NaN if there is no interval.
         title: title shown for the values.
         groups: groups of methods that a test does not distinguish. Each group is drawn as a bar next to its rows.
-        full: methods that are drawn as filled circles. All other methods are drawn as empty circles. If None, all
-            methods are drawn as filled circles.
+        full: methods to draw as filled circles. All other methods are drawn as empty circles. If None, all circles are
+            filled.
     """
     rows = [
         {

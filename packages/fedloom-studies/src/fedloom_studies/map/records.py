@@ -32,7 +32,7 @@ class Series(NamedTuple):
     """Result of a run with one seed, for the model that a client would use.
 
     Attributes:
-        clients: metric on each client's test part after the last round, ``[n]``. A value is None if it is unknown, as
+        clients: metric on each client's test split after the last round, ``[n]``. A value is None if it is unknown, as
             for an attacker.
         rounds: numbers of the evaluated rounds, ``[k]``.
         mean: mean over clients in each of these rounds.
@@ -68,7 +68,7 @@ class CellRecord:
         minutes: processor time of trials, runs and evaluation, in core-minutes.
         parameters: number of parameters of the model, or 0 in records of earlier versions.
         commit: commit of fedloom, followed by "-dirty" if the code had uncommitted changes. The commit is empty if it
-            is unknown. Further seeds that were run with another commit add its name after a comma.
+            is unknown. If additional seeds were run with another commit, its name follows after a comma.
     """
 
     setup: str
@@ -133,7 +133,7 @@ def read_records(file: Path, protocol: Protocol = "rounds") -> dict[tuple[str, s
 def fill_reused(
     records: Mapping[tuple[str, str], CellRecord], first: Mapping[tuple[str, str], CellRecord]
 ) -> dict[tuple[str, str], CellRecord]:
-    """Return the records after filling reused cells from the runs at equal rounds.
+    """Return the records, with reused cells filled from the runs at equal rounds.
 
     Args:
         records: records at equal gradients.
@@ -158,7 +158,7 @@ def stale_reason(cell: Cell, record: CellRecord) -> str:
         if record.digest != cell.digest:
             return "another protocol"
         return "" if record.source == cell.source else "another version of the method"
-    except FedloomError:  # the protocol of what is not applicable cannot be resolved, nor code that is not here
+    except FedloomError:  # neither an inapplicable cell's protocol nor missing code can be resolved
         return ""
 
 

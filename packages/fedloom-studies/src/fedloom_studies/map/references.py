@@ -1,4 +1,4 @@
-"""Reference models: scikit-learn models for tables, trained and scored on the same parts as the map's methods."""
+"""Reference models: scikit-learn models for tables, trained and scored on the same splits as the map's methods."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def reference_names() -> Iterator[tuple[str, str, str]]:
 def measure_references(setup: Setup, data_dir: Path | None) -> Iterator[CellRecord]:
     """Fit and score all references, and yield a record of each.
 
-    For every seed, a reference is fitted to the training parts with scikit-learn's default settings and scored on the
-    test parts.
+    For every seed, a reference is fitted to the training splits with scikit-learn's default settings and scored on the
+    test splits.
 
     Raises:
         DataError: the data are missing.
@@ -59,7 +59,7 @@ def measure_references(setup: Setup, data_dir: Path | None) -> Iterator[CellReco
 
 
 def _reference_outputs(fed: Federation, kind: str, protocol: str, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the models' outputs on the clients' test parts, the targets, and each output's client."""
+    """Return the models' outputs on the clients' test splits, the targets, and each output's client."""
     parts = {part: [fed.indices(part, i) for i in range(fed.n)] for part in ("train", "test")}
     trained = parts["train"] if protocol == CLIENT_SCOPE else [torch.cat(parts["train"])] * fed.n
     outputs = []
@@ -81,7 +81,7 @@ def _fit_reference(fed: Federation, kind: str, index: Tensor, seed: int) -> Any:
         return DummyClassifier().fit(x, y)
     model = LogisticRegression() if kind == "logistic" else RandomForestClassifier(random_state=seed)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that its default of 100 iterations does not converge
+        warnings.simplefilter("ignore")  # because its default of 100 iterations does not converge
         return model.fit(x, y)
 
 

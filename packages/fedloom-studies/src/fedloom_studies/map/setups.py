@@ -36,15 +36,15 @@ POOLED_METHOD = "centralized"
 NOTE_FUNCTIONS = ("check", "remarks")
 """Functions of a method that return notes for the user."""
 REFERENCE_METHODS = ("local", "fedavg", POOLED_METHOD)
-"""Reference methods for all others: no collaboration, one model for all clients, and all data in one place."""
+"""Reference methods for all other methods: no collaboration, one model for all clients, and all data in one place."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A federation, and how its clients are trained.
+    """A federation and the training of its clients.
 
     Attributes:
-        title: title for readers, which states what is special about the clients.
+        title: title for readers, which states what distinguishes the clients.
         says: sentence that describes how the federation was constructed.
         share: core-minutes that all cells of the setup may take together at equal rounds.
         trials: number of trials per method. If there is only one trial, all methods run with their default settings.
@@ -156,7 +156,7 @@ def rule_cells() -> Iterator[tuple[str, Cell]]:
 
 
 def rule_settings() -> str:
-    """Return the name of the setup whose chosen settings are used for methods with aggregation rules."""
+    """Return the name of the setup that provides the chosen settings for methods with aggregation rules."""
     return str(_read_setup_file()["rules"]["settings"])
 
 
@@ -260,7 +260,7 @@ class Cell:
 
 
 class _WordRemover(ast.NodeTransformer):
-    """Removes the parts of a module that users read from its syntax tree, and the imports."""
+    """Transformer that removes the text that users read, and the imports, from a module's syntax tree."""
 
     def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
         is_docstring = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

@@ -26,8 +26,8 @@ def advice_lines(verdicts: Sequence[SetupVerdict], references: References) -> It
     The recommended method is the best of those that are better than the baseline (the better of local training and
     FedAvg). If no method is better than the baseline, the baseline is recommended, provided that it is better than the
     other of the two, and that the setup would have detected a gain of `DETECTABLE_GAIN`. In all other cases, no method
-    is advised. For tables, training alone is represented by the best model that a single client can train, including
-    scikit-learn models. The largest gains come first.
+    is recommended. For tables, training alone is represented by the best model that a single client can train,
+    including scikit-learn models. The largest gains come first.
     """
     rows: list[tuple[float, str]] = []
     for j in verdicts:

@@ -33,10 +33,10 @@ from fedloom_studies.reproduce.summary import RecipeSummary
 from fedloom_studies.store import read_document
 
 EXACT_COX_FILE = "brca-cox.json"
-"""File, in the folder of the summaries, with concordances of the exact Cox regression. The script
+"""File with concordances of the exact Cox regression, in the summaries' folder. The script
 `studies/scripts/brca_cox` writes this file."""
 AFL_LOOPS_FILE = "afl-adult.json"
-"""File, in the folder of the summaries, with the results of the public code's loops on adult.
+"""File with the results of the public code's loops on adult, in the summaries' folder.
 `studies/scripts/afl_adult` repeats these loops in numpy."""
 COX_TABLE = "FLamby, Fed-TCGA-BRCA"
 LOOPS_TABLE = "q-FFL against AFL, UCI adult"
@@ -83,7 +83,7 @@ class CellWord(StrEnum):
 
 
 def name_cell(recipe: Recipe, cell: TableCell) -> CellWord | None:
-    """Return the word for a value, or None if the table does not print it or it was not run."""
+    """Return the word for a value, or None if the table does not print the value or it was not run."""
     if cell.paper is None or not np.isfinite(cell.mean):
         return None
     gap = abs(cell.mean - cell.paper)

@@ -1,4 +1,4 @@
-"""Cells of a table, with our value next to the paper's.
+"""Cells of a table, which show our value next to the paper's.
 
 Our value is within the range of the paper's value if |ours - paper| <= 2 sqrt(s1^2/n1 + s2^2/n2), where s1 and s2 are
 the standard deviations over n1 and n2 seeds.
@@ -76,7 +76,7 @@ def make_table_cells(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list
 def position_in_range(
     mean: float, std: float, n: int, paper: float | None, spread: float | None, seeds: int, figure: str
 ) -> str:  # fmt: skip
-    """Return the position of our value: within, above or below the range of the paper's.
+    """Return the position of our value: within, above or below the range of the paper's value.
 
     The difference is added in units and in standard errors.
     """

@@ -17,7 +17,7 @@ LINE_CHARACTERS = 24
 
 
 def drawable_cells(cells: Sequence[TableCell]) -> list[TableCell]:
-    """Return those cells that can be drawn. The result is empty if no cell was run."""
+    """Return the cells that can be drawn. The result is empty if no cell was run."""
     return [c for c in cells if c.n and math.isfinite(c.mean)]
 
 

@@ -1,4 +1,4 @@
-"""Search by `fedloom.lab.tune` for settings that a recipe leaves open.
+"""Search for settings that a recipe leaves open, using `fedloom.lab.tune`.
 
 Every candidate is tried with one or several seeds.
 
@@ -42,7 +42,7 @@ CHOICE_FILE = "chosen.json"
 
 
 def method_candidates(method: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return every candidate as its text and the resulting method table.
+    """Return each candidate's text, and the method table that results from it.
 
     If the recipe leaves no setting open, a single candidate with an empty text is returned.
     """
@@ -158,7 +158,7 @@ def _value_size(value: Any) -> float | None:
 
 
 def count_beyond_edges(choice: Mapping[str, object]) -> int:
-    """Return the number of candidates that were tried beyond the original grid's edges."""
+    """Return the number of candidates beyond the original grid's edges that were tried."""
     return _count_trials(choice)["beyond"]
 
 
@@ -277,7 +277,7 @@ def read_choices(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
 def write_choices(folder: Path, document: Mapping[str, Any], findings: Iterable[SearchResult]) -> None:
     """Add the results of a search to its file of choices.
 
-    If none of a method's trials was completed, its first candidate wins.
+    If no trial of a method was completed, its first candidate wins.
     """
     choices = read_choices(folder, document)
     methods = {get_label(m): m for m in document["method"]}

@@ -1,4 +1,4 @@
-"""Estimate of a recipe's time on this machine: the number of sample gradients times the measured seconds per gradient.
+"""Estimate of a recipe's run time here: the number of sample gradients times the measured seconds per gradient.
 
 The numbers of gradients are determined by running the first round of each method on a tiny federation. The round yields
 the number of gradients per training sample and round. The number of gradients is multiplied by the numbers of rounds,
@@ -186,9 +186,9 @@ def recipe_rows(
 
 
 def store_estimates(recipes: Mapping[str, Recipe], results: Path, data_dir: Path | None) -> Path:
-    """Estimate what recipes need that have not been run, and write the estimates to a file.
+    """Estimate the requirements of recipes that have not been run, and write the estimates to a file.
 
-    The path of this file is returned.
+    Return the path of this file.
 
     The file is in the folder of the summaries. The estimates cover the full scale of all recipes that have no laptop
     scale.

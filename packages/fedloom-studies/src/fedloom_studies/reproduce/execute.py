@@ -80,7 +80,7 @@ class TimeBudget:
 
     def __call__(self, event: Event) -> None:
         """Stop a run that exceeds the time limit."""
-        here = threading.current_thread() is threading.main_thread()  # events of other processes share one stop
+        here = threading.current_thread() is threading.main_thread()  # events from other processes share one stop
         if self.remaining_seconds <= 0 and not event.status and (here or not self._stop_requested):
             self._stop_requested = True
             signal.raise_signal(signal.SIGINT)
@@ -110,7 +110,7 @@ def reproduce(
         recipe: recipe to run.
         scale: scale of the run.
         out: folder for the recipe's results. Each variant has its own run directory in this folder.
-        results: folder for the summaries. None if the summary is not to be written.
+        results: folder for the summaries. If None, no summary is written.
         data_dir: folder with the data sets.
         seeds: seeds that replace the recipe's seeds.
         only: labels of the methods to run. All methods are run if no labels are given.
@@ -165,7 +165,7 @@ def reproduce(
 
 
 def _claim_folder(out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
-    """Record in the folder the documents that it belongs to. Methods and seeds may still be added or removed later.
+    """Record the documents that the folder belongs to. Methods and seeds may still be added or removed later.
 
     Raises:
         RunDirError: the folder contains runs or trials of another version of a variant.
@@ -240,7 +240,7 @@ def verify_seed(
     recipe: Recipe, summary: RecipeSummary, folder: Path, *, data_dir: Path | None = None, only: Sequence[str] = (),
     workers: int | str = 1, show: ShowProgress = _ignore_rounds,
 ) -> list[Difference]:  # fmt: skip
-    """Run the first seed of a summary's first variant again, with the settings that were chosen then.
+    """Rerun the first seed of a summary's first variant, with the settings that were chosen then.
 
     Return the differences between the values.
 
@@ -320,7 +320,7 @@ def _run_variant(
 
 
 def _is_ended(stopped: RunStopped) -> bool:
-    """Return False if the user stopped the run. Raise the given exception in all other cases."""
+    """Return False if the user stopped the run. Otherwise, raise the given exception."""
     if stopped.reason is not Stop.INTERRUPTED:
         raise stopped
     return False

@@ -5,9 +5,9 @@ The model is global, personal, hybrid (as the run chose it), hybrid-validation (
 or empty for work and traffic. The figure has the form ``[PART ]METRIC[/STATISTIC][@WHEN]``. The part is test unless
 train, validation or common is stated. The statistic ``client-K`` is the value of client number K alone. By default,
 WHEN is the last round. WHEN may also be ``validation`` (the best round on validation data), ``mean`` (the mean over the
-evaluated rounds, which measures speed), the number of a round, or ``to VALUE``. The last form, which is used for claims
-about work, is the first evaluated round whose validation score reaches the value. If a model never reaches the value,
-the work of the last round is used, which is a lower bound.
+evaluated rounds, which measures speed), the number of a round, or ``to VALUE``. The last form, used for claims about
+work, is the first evaluated round whose validation score reaches the value. If a model never reaches the value, the
+work of the last round is used, which is a lower bound.
 
 The function `get_unit` determines how a value is shown: accuracies in percent with differences in points, and bytes
 as MB.
@@ -67,7 +67,7 @@ class Reference(NamedTuple):
 
 
 class FigureUnit(NamedTuple):
-    """Unit of a kind of value, which determines how values and differences are shown.
+    """FigureUnit of a kind of value. It determines how values and differences are shown.
 
     Attributes:
         name: unit printed after a value.
@@ -186,7 +186,7 @@ def _mean_curve(run: Run, key: Key) -> Curve:
 def _validation_curve(run: Run, key: Key) -> Curve:
     """Return the mean over the benign clients in each round.
 
-    For each client, the global model is used if it is better than the personal model on the client's validation part.
+    For each client, the global model is used if it is better than the personal model on the client's validation split.
     """
     parts = {
         (model, part): run.benign(key._replace(model=model, part=part))

@@ -1,20 +1,20 @@
 """Verdicts on the claims of papers, based on tests against each rival.
 
 A rival is one of the methods, variants or numbers that the subject of the claim is compared with. For each rival, there
-is one number per seed: the difference in the claimed direction, averaged over variants and paired by seed (with the
-same seed, data, cohorts, initial model and batches are the same). The differences are tested by t-tests with Holm's
+is one number per seed: the difference in the claimed direction, averaged over variants and paired by seed (the same
+seed gives the same data, cohorts, initial model and batches). The differences are tested by t-tests with Holm's
 correction over the claim's rivals. If a claim is about each variant (such as every attack), a method counts as a
 separate rival in each variant. A claim holds if the subject is clearly ahead of every rival. A claim does not hold if
 at least one rival is clearly ahead. A large lead over one rival therefore cannot make up for a loss to another. A claim
 is tested after 5, 10 and 20 seeds, at levels of 1, 1.5 and 2.5 %, which add up to 5 % (Bonferroni). The first of these
 interim tests (looks) whose result is significant settles the claim. Claims of equivalence are tested by two one-sided
 tests. Claims about standard deviations over seeds are judged in the same way, with each value replaced by its distance
-from the median over seeds (Levene's test in the form of Brown and Forsythe). Comparisons with individual rivals in
+from the median over seeds (Brown-Forsythe test). Comparisons with individual rivals in
 individual variants are tested separately, with Holm's correction over the entire recipe. If one of them clearly
 contradicts the claim, the claim holds only in part. Variances, work and traffic are compared by ratios, as in the
 papers' claims. On this logarithmic scale, a single extreme seed cannot dominate a mean. A difference's interval uses
-the significance level of its interim test and of its step in Holm's procedure, so it is the interval that decides the
-test. Verdicts apply to the paper's samples, with other seeds.
+the significance level of its interim test and of its step in Holm's procedure, so this interval decides the test.
+Verdicts apply to the paper's samples with other seeds.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class JudgedClaim:
         rivals: rivals that were run at least once.
         comparisons: all individual comparisons, one for each rival and variant.
         planned: number of comparisons that the recipe plans.
-        missing_results: number of comparisons that were run although one of the two methods has no result.
+        missing_results: number of comparisons that were run even though one of the two methods has no result.
     """
 
     claim: Claim
@@ -150,7 +150,7 @@ class JudgedClaim:
 
     @property
     def count(self) -> str:
-        """Text that states how many comparisons hold as claimed, are clearly for and against it, and have no result."""
+        """Text that counts the comparisons that hold as claimed, are clearly for or against it, or have no result."""
         rest = self.planned - len(self.measured) - self.missing_results
         clear = [sum(c.look.verdict == v for c in self.measured) for v in (HOLDS, FAILS)]
         alone = f", {clear[0]} of them clearly" if clear[0] else ""
@@ -183,7 +183,7 @@ def decide_claim(claim: Claim, rivals: Sequence[ClaimRival]) -> ClaimVerdict:
 
 
 def judge_claims(recipe: Recipe, numbers: Numbers) -> list[JudgedClaim]:
-    """Judge all claims of a recipe. Single comparisons are corrected by Holm's procedure over the whole recipe."""
+    """Judge all claims of a recipe. Holm's procedure corrects individual comparisons over the entire recipe."""
     pairs = [[(pair, _leads_by_seed(claim, *pair, numbers)) for pair in _claim_pairs(recipe, claim, numbers)]
              for claim in recipe.paper.claims]  # fmt: skip
     looks = [[first_deciding_look(claim, recipe.ordered(lead), lead) for _, lead in pairs_of_claim]
@@ -349,7 +349,7 @@ def _rival_name(claim: Claim, left: Reference, right: Side) -> str:
 
 
 def _leads_by_seed(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> dict[str, float]:
-    """Return the difference for each seed that both sides have (positive in the claimed direction).
+    """Return the difference for each seed that both sides have. It is positive in the claimed direction.
 
     If `Unit.ratio` is true, the difference is the logarithm of the ratio.
     """

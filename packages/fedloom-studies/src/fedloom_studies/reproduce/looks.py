@@ -17,10 +17,10 @@ LOOK_LEVELS = ((5, 0.01), (10, 0.015), (20, 0.025))
 """Numbers of seeds at the interim tests (looks) of a claim, and their two-sided significance levels.
 With fewer seeds, no claims are tested."""
 DETECTION_PROBABILITY = 0.8
-"""Probability of finding a difference of the detectable size significant. This is the usual power of a
-study (J. Cohen, "Statistical Power Analysis for the Behavioral Sciences", 2nd ed., 1988, Section 2.4)."""
+"""Probability that a difference of the detectable size is significant. This is the usual power of a study (J. Cohen,
+"Statistical Power Analysis for the Behavioral Sciences", 2nd ed., 1988, Section 2.4)."""
 EQUAL_MEANS_TOLERANCE = 1e-9
-"""Rounding error that is allowed between means that should be equal."""
+"""Permitted rounding error between means that should be equal."""
 
 
 class ClaimVerdict(StrEnum):
@@ -49,7 +49,7 @@ class UntestedReason(StrEnum):
         REGIME: the run is not comparable to the paper's run, as shown by values that both report.
         STAND_IN: the recipe uses other data, features or networks than the paper. The verdicts on it are shown on its
             own page.
-        GPU: the run is so much smaller than the paper's run that more seeds would not help.
+        GPU: the run is too much smaller than the paper's run for more seeds to help.
     """
 
     UNASKED = "not covered"
@@ -120,7 +120,7 @@ def look_at(claim: Claim, values: list[float], level: float) -> InterimTest:
     error = _standard_error(values)
     m = claim.margin
     right, wrong = _one_sided_p_value(mean + m, error, n), _one_sided_p_value(-m - mean, error, n)
-    if error == 0:  # for equal differences, the p-values must not both be small
+    if error == 0:  # if all differences are equal, the two p-values must not both be small
         wrong = 1.0 - right
     if claim.equivalent:
         right, wrong = (
@@ -133,7 +133,7 @@ def look_at(claim: Claim, values: list[float], level: float) -> InterimTest:
 
 
 def _standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of a mean. The error is 0 if all values equal the same infinity."""
+    """Return the standard error of a mean. The error is 0 if all values are the same infinity."""
     if not all(map(math.isfinite, values)):
         return 0.0 if len(set(values)) == 1 else math.inf
     return float(np.std(values, ddof=1)) / math.sqrt(len(values))

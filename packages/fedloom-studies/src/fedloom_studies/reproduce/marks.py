@@ -1,6 +1,6 @@
-"""Marks for verdicts. Each mark has its own shape and color, and always stands next to a word.
+"""Marks for verdicts. Each mark has its own shape and color, and always appears next to a word.
 
-The module also counts how many claims have each verdict.
+The module also counts the claims with each verdict.
 """
 
 from __future__ import annotations

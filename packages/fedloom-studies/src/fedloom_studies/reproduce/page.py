@@ -1,4 +1,4 @@
-"""Page about one recipe, generated as Markdown from the recipe's summary. The recipe may not have been run yet."""
+"""Markdown page about one recipe, generated from the recipe's summary. The recipe may not have been run yet."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def is_earlier_version(recipe: Recipe, summary: RecipeSummary) -> bool:
 
 
 def not_run_reason(recipe: Recipe, need: RecipeNeed | None) -> str:
-    """Return the reason why a recipe has no summary, with the time that it needs, if this is known."""
+    """Return the reason why a recipe has no summary, with the time that it needs, if known."""
     budget = recipe.budget("laptop")
     if budget is not None:
         return f"not run (up to {format_option(budget)} core-minutes)"
@@ -175,7 +175,7 @@ def _recipe_page_lines(
 
 
 def _scale_sentence(says: str) -> str:
-    """Return a sentence on how a run differs from the paper's protocol, given the recorded phrase."""
+    """Return a sentence about how a run differs from the paper's protocol, given the recorded phrase."""
     if says.startswith(FOLLOWS_PROTOCOL_PHRASE):
         rest = says.removeprefix(FOLLOWS_PROTOCOL_PHRASE).removeprefix(", ")
         return f"The run follows the protocol{f' ({rest})' if rest else ''}."
@@ -200,7 +200,7 @@ TURNS_TEXT = (
     "",
 )
 MAX_SHOWN_COMPARISONS = 3
-"""Maximum number of comparisons that are listed for a claim if they change direction with the reported round."""
+"""Maximum number of comparisons listed for a claim if their direction depends on the reported round."""
 Moved = Mapping[str, judge.JudgedClaim | None]
 """Verdicts at the round with the best validation result, keyed by the text of the claim."""
 

@@ -78,7 +78,7 @@ class HeadlineClaim(Value):
 
 
 class CorrectedVerdict(Value):
-    """Verdict that the published page stated, and that has changed since then."""
+    """Verdict that the published page stated and that has since changed."""
 
     text: str = Field(description="the claim")
     was: str = Field(description="verdict that the page stated before")
@@ -118,7 +118,7 @@ def read_paper_sections() -> tuple[PaperSection, ...]:
 
 
 def select_papers(recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    """Return the recipes, without those for tables of other programs, which have their own page."""
+    """Return all recipes except those for tables of other programs, which have their own page."""
     return {name: one for name, one in recipes.items() if not one.paper.table}
 
 
@@ -404,7 +404,7 @@ def _find_claim(recipe: Recipe, start: str) -> Claim | None:
 
 
 def _corrections_table(recipes: Mapping[str, Recipe], summaries: Summaries) -> Iterator[str]:
-    """Yield a table of published verdicts that were later changed, with the reasons."""
+    """Yield a table of published verdicts that have since changed, with the reasons."""
     yield from ("## Corrections", "", CORRECTED_TEXT, "")
     yield from ("| claim | earlier verdict | reason |", "|---|---|---|")
     for sheet in read_paper_sections():

@@ -1,4 +1,4 @@
-"""Recipe: a table or figure of a paper as one declarative file, which contains an experiment and the paper's claims.
+"""Recipe: a paper's table or figure as one declarative file, which contains an experiment and the paper's claims.
 
 A recipe is an experiment file with these additional keys and tables:
 
@@ -11,7 +11,7 @@ A recipe is an experiment file with these additional keys and tables:
   single method. If there are no variants, a single variant is called ``all``. ``variants = [...]`` keeps the variants
   in the list, and removes the base's other variants.
 - ``[scale.NAME]``: changes for the scale smoke, laptop or full, which are applied after the changes of a variant.
-  ``variants`` and ``methods`` restrict the run to those in these lists, ``options.LABEL`` changes a single method,
+  ``variants`` and ``methods`` restrict the run to the listed ones, ``options.LABEL`` changes a single method,
   ``budget`` is a limit in core-minutes, and `SENTENCE_KEY` is a sentence for the page.
 - ``choose = {KEY = [values]}`` in a ``[[method]]``: candidates, of which `fedloom.lab.tune` chooses one on validation
   data (see `choices`).
@@ -228,7 +228,7 @@ class Recipe:
         return self.scales.get(scale, {}).get("budget")
 
     def sentence(self, scale: Scale) -> str:
-        """Return a sentence on how a scale differs from the protocol."""
+        """Return a sentence about how a scale differs from the protocol."""
         if scale == "smoke":
             return "handwritten digits in place of the data, hardly any rounds: shows only that the recipe runs"
         plain = FOLLOWS_PROTOCOL_PHRASE if self.paper.reduced is None else REDUCED_PHRASE
@@ -355,7 +355,7 @@ def read_recipe(name: str) -> Recipe:
     """Return the recipe with a given name.
 
     Raises:
-        ConfigError: no recipe has this name. The message suggests the name that is most similar.
+        ConfigError: no recipe has this name. The message suggests the most similar name.
     """
     return choose("recipe", read_recipes(), name)
 

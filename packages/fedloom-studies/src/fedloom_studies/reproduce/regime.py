@@ -1,4 +1,4 @@
-"""Regime: how far the anchors' values are from the paper's.
+"""Regime: the distance of the anchors' values from the paper's.
 
 Anchors are simple methods whose values the paper also prints.
 
@@ -56,7 +56,7 @@ class PaperAnchor:
 def farthest_anchors(
     references: Sequence[str], place: str, recipes: Mapping[str, Recipe], summaries: Mapping[str, RecipeSummary | None]
 ) -> list[PaperAnchor]:
-    """Return each column's anchor that is farthest from the paper's value, or [] if no anchor was run or printed.
+    """Return the anchor in each column that is farthest from the paper's value, or [] if no anchor was run or printed.
 
     Args:
         references: references that serve as anchors, written like the columns of the recipe.

@@ -1,4 +1,4 @@
-"""Summaries of recipes that were run.
+"""Summaries of completed and partial runs of recipes.
 
 Each recipe has one record for each scale, which is stored together with the code.
 
@@ -43,7 +43,7 @@ folder as the summaries."""
 
 
 class RecipeNeed(NamedTuple):
-    """What a recipe needs at full scale: core-minutes, and which data sets are missing on this machine."""
+    """Requirements of a recipe at full scale: core-minutes, and the data sets that are missing on this machine."""
 
     minutes: float
     missing: list[str]
@@ -239,7 +239,7 @@ def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[st
 
 
 def _wanted_references(recipe: Recipe, methods: Iterable[str]) -> list[Reference]:
-    """Return the references that a summary keeps: of columns and claims, also at the chosen round, and of costs."""
+    """Return the references that a summary keeps: for columns and claims, also at the chosen round, and for costs."""
     paper = recipe.paper
     texts = [*paper.columns.values(), *(t for c in paper.claims for t in (c.subject, *c.than) if isinstance(t, str))]
     methods = list(methods)
@@ -262,8 +262,8 @@ def collect_claim_references(recipe: Recipe, document: Mapping[str, Any]) -> set
 def count_spent_time(out: Path, variant: str) -> Iterator[Callable[[], None]]:
     """Measure the processor time of the block, and add it to the file ``spent.json`` in a recipe's folder.
 
-    The block receives a function that updates the file. Call this function now and then, so that little is lost if the
-    process is killed.
+    The block receives a function that updates the file. Call this function from time to time, so that little is lost if
+    the process is killed.
     """
     last_written = _processor_seconds()
 

@@ -1,4 +1,4 @@
-"""Checks that a command or a method is allowed to write to a location."""
+"""Checks of whether a command or a method may write to a location."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of files that fedloom writes, with the file extensions that belong to them."""
+"""Kinds of files that fedloom writes, and their file extensions."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ class FileKind(NamedTuple):
 
 
 def never_own(_path: Path) -> bool:
-    """Return False, because a file of a kind that people edit is never replaced."""
+    """Return False, because files that people edit are never replaced."""
     return False

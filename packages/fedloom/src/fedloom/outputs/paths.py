@@ -41,7 +41,7 @@ def check_output_file(
             directory.
         force: True to replace a regular file of a different kind, or to accept a name with the extension of a different
             kind. Inputs, files that belong to a run or a deployment, and links are always rejected. None if the caller
-            has no such option, so that no message suggests it.
+            has no such option, so no message suggests it.
 
     Returns:
         The path.

@@ -16,7 +16,7 @@ itself."""
 
 
 class SharedBuffer:
-    """Memory that is shared by forked processes. The large tensors of a message are written into it, one after another.
+    """Memory shared by forked processes. A message's large tensors are written to it one after another.
 
     Args:
         size: number of bytes. The operating system allocates the memory only when something is written to it. Tensors
@@ -51,7 +51,7 @@ class _Packer(pickle.Pickler):
             return None
         size, start = obj.numel() * obj.element_size(), self._end
         row = obj.reshape(-1)
-        row = row.clone(memory_format=torch.contiguous_format) if row.stride(0) != 1 else row  # a broadcast number
+        row = row.clone(memory_format=torch.contiguous_format) if row.stride(0) != 1 else row  # a broadcast scalar
         if self._memory is None or size < MIN_SHARED_BYTES or start + size > len(self._memory):
             return row.view(torch.uint8).numpy().tobytes(), obj.dtype, tuple(obj.shape)
         torch.frombuffer(self._memory, dtype=obj.dtype, count=obj.numel(), offset=start).copy_(row)
@@ -69,14 +69,14 @@ class _Unpacker(pickle.Unpickler):
         count = torch.Size(shape).numel()
         if isinstance(where, bytes):
             flat = torch.frombuffer(bytearray(where), dtype=dtype) if count else torch.empty(0, dtype=dtype)
-            return flat.view(shape).clone()  # aligned as by torch, because rounding depends on it
+            return flat.view(shape).clone()  # aligned as in torch, because rounding depends on it
         assert self._memory is not None
         view = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=where).view(shape)
         return view.clone() if self._copy else view
 
 
 def unpack_message(message: bytes) -> Any:
-    """Return the value of a message that uses no shared memory."""
+    """Return the value of a message without using shared memory."""
     return _Unpacker(io.BytesIO(message), None, copy=True).load()
 
 

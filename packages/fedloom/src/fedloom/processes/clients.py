@@ -1,8 +1,8 @@
 """Clients of a run: they receive the requests of each round and return the results.
 
 Clients may compute in this process, in forked workers, on ranks, or at real sites; a round is the same in all cases. A
-request lists the clients in the order chosen by the round. Results are returned in this order, so that the result is
-bitwise the same regardless of the process that computes it. The state of a client stays with the client.
+request lists the clients in the order chosen by the round. Results are returned in this order, so the result is bitwise
+identical regardless of the process that computes it. The state of a client stays with the client.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 CLIENT_COUNTS = (
     "samples_backward", "samples_forward", "steps", "bytes_up", "bytes_down", "bytes_up_paper", "bytes_down_paper",
 )  # fmt: skip
-"""Names of the numbers that are counted for each client in a cohort."""
+"""Names of the counts for each client in a cohort."""
 
 Scores = dict[tuple[str, str], dict[str, Tensor]]
 """Metrics, keyed by pairs (model, part of the data), as ``{metric: float64 [m]}``. If the part is "", the metrics
@@ -80,12 +80,12 @@ class ChunkResult(NamedTuple):
 
 
 class SumResult(NamedTuple):
-    """Sum over a group of clients in a request. Nothing is known about each of these clients individually.
+    """Sum over a group of clients in a request. Nothing is known about the individual clients.
 
     Attributes:
-        ids: ids of the clients in the sum ``[m]``, in the order of the request.
+        ids: ids of the clients in the sum ``[m]``, in the requested order.
         missing: ids ``[k]`` of the clients in the request that are not included in the sum.
-        parts: contribution of these clients together to each field of the upload.
+        parts: joint contribution of these clients to each field of the upload.
         total: sum of the weights of these clients in the mean.
         counts: total work and traffic ``[7]``, in the order of `CLIENT_COUNTS`.
     """
@@ -130,7 +130,7 @@ class ScoreRequest(NamedTuple):
     Attributes:
         round: number of the last round before the evaluation.
         ids: ids of the clients that evaluate ``[m]``.
-        cohort: ids ``[c]`` of the clients whose training parts determine the normalization statistics of the global
+        cohort: ids ``[c]`` of the clients whose training splits determine the normalization statistics of the global
             model.
         down: values for all clients, from which they compute their personal models. None if the method has no personal
             models.
@@ -150,20 +150,20 @@ class Clients(Protocol):
     """Clients that perform the computations of a run."""
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
-        """Train clients. Together, the results include all clients of the request, in the order of the request.
+        """Train clients. Together, the results include all requested clients, in the requested order.
 
         Raises:
             RunStopped: too few clients have answered.
-            ClientError: the code of the method has failed.
+            ClientError: the method's code failed.
         """
         ...
 
     def ask(self, request: AskRequest) -> Iterator[Answers]:
-        """Ask clients for answers, in the order of the request."""
+        """Ask clients for answers, in the requested order."""
         ...
 
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
-        """Evaluate models on the samples of each client, in the order of the request.
+        """Evaluate models on each client's samples, in the requested order.
 
         Metrics that do not belong to any client are included in the first result.
         """

@@ -26,7 +26,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 LINK_TRIPS, TRIPS_OF_ROWS = 3, 1
-"""Number of round trips on a link in each round: one for a question, one for the sizes of the results, and one for
+"""Number of round trips on a link per round: one for a question, one for the sizes of the results, and one for
 their contents. If rows move between machines, one additional round trip is necessary, because all of these rows move at
 the same time."""
 
@@ -92,10 +92,9 @@ class RoundTimeParts(NamedTuple):
     """Time of a round in seconds, by cause, and number of bytes that the busiest machine receives.
 
     Attributes:
-        work: local work of the rank that has the largest amount, including the slowdown due to the other ranks on its
-            machine.
+        work: local work of the busiest rank, including the slowdown due to the other ranks on its machine.
         results: time in which each rank reads the results of all chunks.
-        link: time during which machines wait for data from other machines.
+        link: time that machines spend waiting for data from other machines.
         clients: time that is proportional to the number of clients in the federation.
         fixed: time of everything else.
         bytes: number of bytes that a machine receives.
@@ -128,8 +127,8 @@ class MethodCosts(NamedTuple):
         row: number of bytes that are stored for each client.
         chunk: maximum number of clients in a chunk.
         cohort: number of clients in the cohort of the measured round.
-        crowd: factor >= 1 by which local work takes longer, compared with a single process, if all cores of the machine
-            compute until the last core is done.
+        crowd: factor >= 1 by which local work is slower than with a single process if all cores of the machine are busy
+            until the last core is done.
         cores: number of cores of the machine.
     """
 

@@ -1,4 +1,4 @@
-"""Ranks of a run that torchrun starts, which exchange data with gloo between CPUs and with NCCL between GPUs.
+"""Ranks of a run started by torchrun. They exchange data with gloo between CPUs and with NCCL between GPUs.
 
     torchrun --nproc-per-node 4 -m fedloom.lab.cli run FILE.toml
 
@@ -115,7 +115,7 @@ def _join_group(watch: RankWatch) -> Group:
 
 @contextmanager
 def _translate_errors(rank: int) -> Iterator[None]:
-    """Replace torch's message about a broken connection by a message that users can understand."""
+    """Replace torch's message about a broken connection with a message that users can understand."""
     try:
         yield
     except RuntimeError as error:

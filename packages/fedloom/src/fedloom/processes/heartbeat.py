@@ -1,9 +1,9 @@
 """Detection of ranks that no longer respond: each rank sends a sign of life every second.
 
-A rank ends its process if it has received no sign of life from another rank for too long.
+A rank ends its process if it has not received a sign of life from another rank for too long.
 
 If a rank dies, its connections are closed, which immediately ends the other ranks. However, if a machine loses its
-network or a process is stopped, no connection is closed, so that signs of life are needed.
+network or a process is stopped, no connection is closed, so signs of life are needed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Load of the machine: processor time that is used by this process, and by others that could disturb a measurement."""
+"""Machine load: processor time used by this process, and by other processes that could disturb a measurement."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def watch_others() -> Iterator[OtherProcesses]:
 
 
 def wait_for_quiet(patience: float) -> None:
-    """Wait until the machine has been idle for 0.2 seconds, but at most ``patience`` seconds."""
+    """Wait until the machine has been idle for 0.2 seconds, but for at most ``patience`` seconds."""
     end = time.perf_counter() + patience
     while time.perf_counter() < end:
         before = machine_seconds()

@@ -34,9 +34,9 @@ Handler = Callable[[Any, Any], Any]
 """Function that computes a result from ``(shared, task)``."""
 
 WATCH_INTERVAL_SECONDS = 1.0
-"""Number of seconds between two checks for workers that do not answer."""
+"""Number of seconds between two checks for unresponsive workers."""
 MIN_SILENCE_SECONDS, SILENCE_MULTIPLE = 10.0, 10
-"""Minimum seconds, and multiple of the longest response time, before a silent worker is reported."""
+"""Minimum number of seconds, and multiple of the longest response time, before a silent worker is reported."""
 POOL_LOG = logging.getLogger("fedloom")
 
 MAX_PIPE_BYTES = 1 << 14
@@ -142,8 +142,8 @@ class WorkerPool:
             handler: one of the handlers of the pool.
             shared: first argument of all calls.
             tasks: second argument of each call. Tasks are started in this order, or in the order of their cost.
-            interrupted: function that is called every second. After it has returned True, no more tasks are started and
-                the running tasks receive an interrupt signal.
+            interrupted: function that is called every second. Once it returns True, no more tasks are started, and the
+                running tasks receive an interrupt signal.
             cost: function that returns the expected time of a task. If it is given, a free process always starts the
                 remaining task with the highest cost, so that a long task is not the last one.
 

@@ -1,4 +1,4 @@
-"""Messages between ranks, which consist of a JSON text and the bytes of tensors.
+"""Messages between ranks. A message consists of a JSON text and the bytes of tensors.
 
 No content of a message is ever executed as code.
 

@@ -32,7 +32,7 @@ def rank_of_task(k: int, ranks: int) -> int:
 
 
 class RankPool:
-    """Applies handlers to chunks in the same way as `WorkerPool`. All ranks must make the same calls.
+    """Pool that applies handlers to chunks in the same way as `WorkerPool`. All ranks must make the same calls.
 
     Args:
         ranks: processes that compute the chunks.

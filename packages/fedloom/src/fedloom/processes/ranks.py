@@ -49,7 +49,7 @@ class Ranks(Protocol):
     def combine_flags(self, *flags: bool) -> list[bool]:
         """Return, for each flag, whether it is set on at least one rank.
 
-        The method returns as soon as all ranks have called it.
+        The method returns once all ranks have called it.
         """
         ...
 

@@ -1,6 +1,6 @@
 """Locations of rows: which machines have the latest row of each client, and how rows are moved to other machines.
 
-The ranks on a machine share its rows, so that rows do not have to be moved between these ranks. A row is moved to
+The ranks on a machine share its rows, so no rows are moved between these ranks. A row is moved to
 another machine if that machine trains or evaluates the client, if all machines need the rows that the server stores,
 or, to the first machine, when a checkpoint is written. The table of locations is the same on all ranks, because all
 ranks change it in the same way.

@@ -1,7 +1,7 @@
 """Handling of Ctrl-C: the current round is completed and saved. A second Ctrl-C stops the program immediately.
 
 Programs that start several processes, such as torchrun, forward a signal that the processes have already received from
-the terminal. Two signals within a second are therefore counted as one.
+the terminal. Two signals within a second therefore count as one.
 """
 
 from __future__ import annotations

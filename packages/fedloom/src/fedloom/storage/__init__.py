@@ -1,4 +1,4 @@
-"""Storage in files that are either written completely or not at all.
+"""Storage in files that are written either completely or not at all.
 
 The files hold TOML documents, clients' rows, checkpoints, and the undo journal of the rows.
 """

@@ -58,8 +58,8 @@ class LoadedCheckpoint(NamedTuple):
 
     Attributes:
         generation: number of the generation.
-        tensors: saved tensors, bitwise equal. If the generation was loaded by `Checkpoints.resume`, the tensors of the
-            stores are omitted.
+        tensors: saved tensors, bitwise identical. If the generation was loaded by `Checkpoints.resume`, the tensors of
+            the stores are omitted.
         meta: saved metadata, after conversion to JSON and back.
         warnings: messages about newer generations that could not be used.
     """
@@ -81,7 +81,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
     Returns:
         SHA-256 of the file as hexadecimal digits. For the computation of the digest, the bytes of the digest itself are
-        replaced by zeros.
+        replaced with zeros.
 
     Raises:
         CheckpointError: the disk is full or the write is rejected.
@@ -154,8 +154,8 @@ class Checkpoints:
     Args:
         folder: folder of the checkpoints. The first call of `save` creates the folder.
         keep: number of generations to keep.
-        update_numbers: function that replaces old names by current names in the ``numbers`` of a generation written by
-            an earlier version.
+        update_numbers: function that replaces old names with current names in the ``numbers`` of a generation written
+            by an earlier version.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Checkpoints:
         fingerprint: str,
         stores: Mapping[str, Store[Any]] | None = None,
     ) -> None:
-        """Durably store a generation together with the rows of the stores, and delete generations in excess of `keep`.
+        """Durably store a generation with the stores' rows, and delete all but the newest `keep` generations.
 
         Args:
             generation: number of the generation, which must be greater than the newest one.
@@ -217,7 +217,7 @@ class Checkpoints:
             store.prune(kept[0])
 
     def load(self, fingerprint: str, numbers: Mapping[str, object] | None = None) -> LoadedCheckpoint | None:
-        """Load the newest generation that is intact, or return None if there are no generations. Nothing is changed.
+        """Load the newest intact generation without changing anything. Return None if there are no generations.
 
         Args:
             fingerprint: fingerprint of the experiment.
@@ -265,7 +265,7 @@ class Checkpoints:
                         return meta
                 except (OSError, ValueError, KeyError, TypeError, RecursionError):
                     continue
-            if self.generations() == generations:  # otherwise newer generations have replaced them
+            if self.generations() == generations:  # otherwise, newer generations have replaced them
                 return None
 
     def resume(

@@ -1,10 +1,10 @@
-"""Claims, by which any number of processes and machines share the units of work in a folder without locks or clocks.
+"""Claims, which let any number of processes and machines share the units of work in a folder without locks or clocks.
 
 Each unit has a folder, in which there is a subfolder for each attempt. Attempts are numbered from 1. The process that
 creates the subfolder owns the attempt, because the creation of a folder is atomic on every disk. While this process is
-alive, it increments the counter of the attempt. Another process may start the next attempt if it has seen the same
-counter for `EXPIRY_SECONDS` by its own clock, or if it knows that the owner has ended. The result of a unit is
-published by renaming a folder. If several attempts finish, the first result is kept.
+alive, it increments the counter of the attempt. Another process may start the next attempt if the counter has not
+changed for `EXPIRY_SECONDS` by that process's own clock, or if it knows that the owner has ended. The result of a unit
+is published by renaming a folder. If several attempts finish, the first result is kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedloom.storage.files import convert_write_errors, make_folder
 PULSE_SECONDS = 5.0
 """Time in seconds between two increments of a counter."""
 EXPIRY_SECONDS = 60.0
-"""The owner of a claim is considered dead after this number of seconds without an increment."""
+"""Number of seconds without an increment after which the owner of a claim is considered dead."""
 PULSE_FILE, STATE_KEY = "claim.json", "state"
 
 

@@ -1,9 +1,9 @@
-"""Functions that make all changes to a run directory on disk.
+"""Functions through which all changes to a run directory reach the disk.
 
 The primitives create, write, fsync, rename, truncate and unlink files. Each primitive first calls `hook`, so that a
-test can stop the process at this point. If a test may stop the process there, each write is split into two halves, with
-the step ``"tear"`` between them. A process that was started with ``FEDLOOM_CRASH_AT=N`` ends at its N-th primitive as
-if it had been killed.
+test can stop the process at this point. If a test may stop the process there, each write is split in half, with the
+step ``"tear"`` in between. A process that was started with ``FEDLOOM_CRASH_AT=N`` ends at its N-th primitive as if it
+had been killed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files of a run directory. These files are written only by means of the primitives of `fedloom.storage.disk`."""
+"""Files of a run directory. They are written only with the primitives in `fedloom.storage.disk`."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def read_content(path: Path, what: str = "", cure: str = "") -> bytes:
 
     Args:
         path: the file.
-        what: description of the file, which is used in the message, e.g. ``"the site file"``.
-        cure: end of the message, which states what to do.
+        what: description of the file for the message, e.g. ``"the site file"``.
+        cure: end of the message, which tells the user what to do.
 
     Raises:
         ConfigError: the file does not exist, is not a regular file, or cannot be read.
@@ -116,7 +116,7 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
 
 
 def write_atomic(path: Path, content: Buffer | Callable[[FileSink], object]) -> None:
-    """Replace a whole file. After a crash at any moment, the file contains either its old or its new content.
+    """Replace a whole file. After a crash at any point, the file contains either its old or its new content.
 
     Several processes may write the same file. They take turns, and each of them writes a complete file.
 
@@ -255,8 +255,9 @@ class RowFile:
 
     Args:
         path: the file.
-        length: length of the file in bytes. new: True to create the file, or to replace an existing file, with zeros.
-            Otherwise, the file must exist and have this length.
+        length: length of the file in bytes.
+        new: True to create the file, or to replace an existing file, with zeros. Otherwise, the file must exist and
+            have this length.
 
     Raises:
         CheckpointError: (any method) the disk is full, the write is rejected, or the file is missing or truncated.

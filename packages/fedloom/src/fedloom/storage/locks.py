@@ -19,9 +19,9 @@ from fedloom.storage.files import convert_write_errors, make_folder
 
 @contextmanager
 def lock(folder: Path, wait: float = 5.0, *, joins: bool = False) -> Iterator[None]:
-    """Within the block, keep all other processes out of a run directory.
+    """Keep all other processes out of a run directory within the block.
 
-    A lock ends with its process, so that a dead process cannot hold a lock.
+    A lock ends with its process, so a dead process cannot hold a lock.
 
     Forked processes share the lock of their parent. Another process can therefore enter only when none of these
     processes can still write.
@@ -64,8 +64,8 @@ def take_lock(fd: int, path: Path, *, wait: bool = False) -> bool:
         False if another process holds the lock.
 
     Raises:
-        RunDirError: the disk does not support file locks, for instance because it is an NFS disk without its lock
-            service. Without locks, two processes could write at the same time.
+        RunDirError: the disk does not support file locks, such as an NFS disk without its lock service. Without locks,
+            two processes could write at the same time.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

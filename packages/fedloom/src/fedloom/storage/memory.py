@@ -1,4 +1,4 @@
-"""Memory that several processes use to share the rows of a store."""
+"""Memory through which several processes share the rows of a store."""
 
 from __future__ import annotations
 

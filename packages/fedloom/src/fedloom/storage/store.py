@@ -1,13 +1,13 @@
-"""Store of the rows that are kept for clients between rounds. Rows are in memory or, above a budget, in a file.
+"""Store of the clients' rows between rounds. Rows are in memory or, above a budget, in a file.
 
-If no row was ever written for a client, the client has the row of the template. Rows in files are read and written in
+A client for which no row was ever written has the template's row. Rows in files are read and written in
 place, so that memory use grows only with the cohort. An undo journal can restore the rows at the most recent
 checkpoints:
 
     store.touch(ids)        # once a round, before rows are overwritten
     store.write(ids, rows)  # by any process that shares the rows
     store.checkpoint(g)     # before the checkpoint file of generation g is written
-    store.prune(oldest)     # after it
+    store.prune(oldest)     # after the file is written
     store.rollback(g)       # after a crash, or to take back a round
 """
 
@@ -62,7 +62,7 @@ class _InMemory:
 
 
 class _InFile:
-    """Rows of all clients in a file. The fields of a client are next to each other, so one access reads a row."""
+    """Rows of all clients in a file. A client's fields are adjacent, so one access reads a row."""
 
     def __init__(self, path: Path, n: int, width: int, new: bool) -> None:
         self.file, self.width = RowFile(path, n * width, new), width
@@ -73,7 +73,7 @@ class _InFile:
             self.file.read(buffers, at)
 
     def write(self, ids: Tensor, fields: Sequence[Tensor]) -> None:
-        """Replace the rows of clients by ``fields[k]``, each ``[m, w]``."""
+        """Replace the rows of clients with ``fields[k]``, each ``[m, w]``."""
         self.file.write(self._pieces(ids, [field.contiguous() for field in fields], torch.arange(len(ids))))
 
     def old(self, ids: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ class Store(Generic[T]):
         self.occupied[ids] = True
 
     def touch(self, ids: Tensor) -> None:
-        """Before rows of the last checkpoint are overwritten, save them to the journal, with at most one fsync.
+        """Save rows of the last checkpoint to the journal before they are overwritten, with at most one fsync.
 
         Args:
             ids: ids of all clients in the round, [m] int64.
@@ -249,7 +249,7 @@ class Store(Generic[T]):
             self._journal.prune(oldest)
 
     def rollback(self, generation: int) -> None:
-        """Restore the rows of a generation, bitwise. Newer generations are discarded.
+        """Restore the rows of a generation bitwise. Newer generations are discarded.
 
         If a crash interrupts this function, it must be called again. Rows in memory need no action here, because
         `load_state` restores them.
@@ -293,7 +293,7 @@ class Store(Generic[T]):
         }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Replace all rows by the rows in a result of `state`.
+        """Replace all rows with the rows in a result of `state`.
 
         Raises:
             CheckpointError: the state belongs to a different set of clients or fields, or to a store in files.

@@ -1,4 +1,4 @@
-"""TOML files, which are read as documents. Errors state the path and the required action."""
+"""TOML files, which are read as documents. Error messages state the path and how to fix the problem."""
 
 from __future__ import annotations
 

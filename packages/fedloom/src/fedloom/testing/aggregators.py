@@ -1,4 +1,4 @@
-"""Laws of aggregators, which are the rules that combine the rows of a cohort into one vector."""
+"""Laws of aggregators, the rules that combine the rows of a cohort into one vector."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedloom.testing.trees import locate_difference, reload_from_checkpoint
 UPLOAD_WIDTHS = {"dw": 6, "beside": 3}
 """Fields of the uploads in the laws, with their lengths. The primary field comes first."""
 MAX_LAW_ROWS = 30
-"""Largest cohort that is tried in the search for a cohort that the aggregator accepts. `bulyan` needs at least 4 f + 3
+"""Largest cohort to try when searching for a cohort that the aggregator accepts. `bulyan` needs at least 4 f + 3
 rows."""
 
 
@@ -142,7 +142,7 @@ def weighted(s: LawUploads) -> None:
 
 
 def agreement(s: LawUploads) -> None:
-    """Check that the aggregate equals the clients' row if all clients send the same row."""
+    """Check that the aggregate is the clients' row if all clients send the same row."""
     same = {name: r[:1].expand_as(r).contiguous() for name, r in s.rows.items()}
     agree(s.change(rows=same).combined()[0], {n: r[0] for n, r in same.items()}, "equal rows change", TIGHT_TOLERANCE)
 

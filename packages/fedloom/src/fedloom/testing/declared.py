@@ -27,7 +27,7 @@ from fedloom.testing.scene import (
 from fedloom.testing.trees import locate_difference, plus, take_rows
 
 METHOD_STAGES = frozenset(name for name in vars(Algorithm) if not name.startswith("_"))
-"""Functions of a method. An error inside them is reported as an error of the method instead of a violated law."""
+"""Functions of a method. An error in them is reported as an error in the method instead of a violated law."""
 
 
 def runs(s: Subject) -> None:

@@ -1,6 +1,6 @@
-"""Reference implementation of a run, which is written as simply as possible.
+"""Reference implementation of a run, written as simply as possible.
 
-The engine is compared with this implementation, and laws are checked on it.
+The engine is compared with this implementation, and laws are checked against it.
 
 A run has one list of clients per round. If requested, each client is called separately. Sums are computed in Python,
 and there are no chunks, stores or files.
@@ -53,7 +53,7 @@ class ReferenceState(NamedTuple):
 
 
 class ReferenceFederation(NamedTuple):
-    """Parts of a run that do not change over rounds: local problems, shares ``[n, 1]``, settings, seed and layout."""
+    """Parts of a run that stay the same in all rounds: local problems, shares ``[n, 1]``, settings, seed and layout."""
 
     oracle: Oracle
     weight: Tensor

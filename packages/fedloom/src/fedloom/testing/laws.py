@@ -117,7 +117,7 @@ def arguments_unmodified(s: Subject) -> None:
 
 
 def no_state(s: Subject) -> None:
-    """Check that the algorithm does not change, equal calls give equal bits, and no global generator is used."""
+    """Check that the algorithm stays the same, calls are bitwise repeatable, and no global generator is used."""
     a = s.algorithm
     dumped, other = a.model_dump(), copy.deepcopy(a)
     before = torch.random.get_rng_state()
@@ -169,7 +169,7 @@ def precision(s: Subject) -> None:
         demand(t.dtype == torch.float32, f"{name} has the type {t.dtype} in a float32 run")
     default = torch.get_default_dtype()
     try:
-        torch.set_default_dtype(torch.float64)  # an int tensor times a number is of the default dtype
+        torch.set_default_dtype(torch.float64)  # an int tensor times a Python float has the default dtype
         sentence = "a float64 run depends on PyTorch's default dtype"
         agree(s.run([*COHORT_HISTORY, SCENE_COHORT])[-1], double, sentence, 1e-12)
     finally:
@@ -230,7 +230,7 @@ LAW_HINTS = {
     "precision": "take dtypes from the arguments: torch.zeros_like(w), torch.rand(..., dtype=w.dtype)",
     "resume": "store everything that the next round needs in the rows or in the server's state",
 }
-"""Usual fix for each law that may be violated. The text forms the end of the law's message."""
+"""Usual fix for each law that may be violated. The text is the end of the law's message."""
 
 
 LAYOUT_HINT = "if the method refers to layers by name, pass layout=MODULE, a module that contains these layers"

@@ -30,8 +30,8 @@ class Classifier:
 
     Attributes:
         module: the network. The initial model consists of the network's parameters.
-        x: features ``[N, *shape]``. The samples of each client are stored consecutively, and their numbers are given by
-            `CLIENT_SIZES`.
+        x: features ``[N, *shape]``. Each client's samples are stored consecutively. `CLIENT_SIZES` contains their
+            numbers.
         y: classes ``[N]``.
         classes: number of classes.
         dtype: float64 or float32.

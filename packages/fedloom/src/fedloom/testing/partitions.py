@@ -1,4 +1,4 @@
-"""Laws of partitions, which state what a draw may contain and which samples prepare a client's samples."""
+"""Laws of partitions: the permitted content of a draw, and the samples used to prepare a client's samples."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def disjoint(s: PartitionCase) -> None:
 
 
 def tested_apart(s: PartitionCase) -> None:
-    """Check that no client trains on a sample of its test part."""
+    """Check that no client trains on a sample from its test split."""
     trained, tested = (s.fed.parts[part].index for part in ("train", "test"))
     both = tested[torch.isin(tested, trained)]
     demand(not len(both), f"{len(both)} test samples are also training samples (first: {both[:1].tolist()})")
@@ -148,7 +148,7 @@ def _arguments_unmodified(s: PartitionCase) -> None:
 
 
 def prepared(s: PartitionCase) -> None:
-    """Check that every sample in a part exists, and that it is prepared with the training part of its client."""
+    """Check that every sample in a part exists, and that it is prepared with its client's training split."""
     for part in DATA_PARTS:
         x = s.fed.fetch(s.fed.parts[part].index)
         demand(s.data.vocabulary or x.isfinite().all(), f"the {part} part contains samples that are not finite")
@@ -162,7 +162,7 @@ def prepared(s: PartitionCase) -> None:
         want = s.data.prepare(raw, torch.zeros(len(rows), dtype=torch.long), in_train)
         worst = (s.fed.fetch(rows) - want).abs().max() if len(rows) else torch.zeros(())
         demand(
-            worst <= 1e-5,  # float32, and sums in another order
+            worst <= 1e-5,  # float32, and a different summation order
             f"rows of client {client} are not scaled by the client's training part (difference {worst:.3g})",
         )
 

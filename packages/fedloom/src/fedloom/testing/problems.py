@@ -218,7 +218,7 @@ def _solve(a: Tensor, b: Tensor) -> Tensor:
 
 
 class SampledQuadratic(Quadratic):
-    """Quadratics with different samples: sample s of client i has the minimizer c_i + o_is, where o_is has mean 0."""
+    """Quadratics whose samples differ: sample s of client i has the minimizer c_i + o_is, where o_is has mean 0."""
 
     def __init__(self, problem: Problem, noise: float) -> None:
         super().__init__(problem.hessian, problem.minimiser, problem.sizes, layout=problem.layout)

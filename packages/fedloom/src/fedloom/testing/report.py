@@ -1,4 +1,4 @@
-"""Reports on violated laws, which name the law, the part, the location in the code of the part, and a fix."""
+"""Reports on violated laws, which name the law, the part, the location in the part's code, and a fix."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def hold(
 def check_arguments(
     part: object, base: type, example: str, laws: Collection[Callable[[Any], None]], without: Collection[str]
 ) -> None:
-    """Raise an error if a part is not of the expected kind, or if a name is not the name of a law.
+    """Raise an error if a part is not of the expected kind, or if a name does not belong to a law.
 
     Raises:
         ConfigError: the part is not of the expected kind, or a name is not the name of a law.

@@ -1,7 +1,7 @@
 """Laws of virtual time. Each function raises an `AssertionError` with a sentence if a method violates its law.
 
-The laws are checked in short runs with eight clients of different sizes, two features and three classes. If a schedule
-rejects a method and states the reason, this does not violate the law.
+The laws are checked in short runs with eight clients of different sizes, two features and three classes. A schedule
+that rejects a method and states the reason does not violate the law.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def permutation_of_devices(method: object) -> None:
 
 
 def scale_of_time(method: object) -> None:
-    """Check that a run becomes exactly four times slower if devices, messages and deadlines do."""
+    """Check that a run is exactly four times slower if devices, messages and deadlines are."""
     speeds = (90.0, 50.0, 20.0, 70.0, 110.0, 40.0, 30.0, 60.0)
     for make in (lambda c: Deadline(seconds=0.3 * c), lambda c: Buffered(buffer=3, timeout=0.5 * c)):
         one, four = (run_rounds(method, Speeds(speeds=speeds, scale=c), make(c)) for c in (1.0, 4.0))

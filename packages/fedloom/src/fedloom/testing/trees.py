@@ -1,4 +1,4 @@
-"""Functions that compare and copy states as named tensors, and convert states in the way a checkpoint does."""
+"""Functions that compare and copy states as named tensors, and convert states as a checkpoint does."""
 
 from __future__ import annotations
 

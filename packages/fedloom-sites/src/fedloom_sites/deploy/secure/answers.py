@@ -1,4 +1,4 @@
-"""The server's reading and checking of the sites' answers in a session of secure aggregation."""
+"""Decode and check the sites' answers in a secure-aggregation session at the server."""
 
 from __future__ import annotations
 

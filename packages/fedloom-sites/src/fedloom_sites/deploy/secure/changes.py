@@ -1,16 +1,16 @@
 """Track the sites in the sums, and the number of times that each site has left or returned.
 
 Models of consecutive rounds hardly differ, and a malicious server can even send identical models. Two sums that differ
-by only one site therefore reveal the upload of this site. For this reason, all sums cover the same sites. If a site is
+by only one site therefore reveal that site's upload. For this reason, all sums cover the same sites. If a site is
 absent, the other sites sign a sum without it (`protocol.statement`), and later a sum that includes it again. Each such
 change reveals one difference between that site's uploads. Every site therefore counts the changes of every other site.
-Once a site has used up the agreed number of changes, the other sites refuse to sign any sum that would be another
+Once a site has used up the agreed number of changes, the other sites refuse to sign any sum that would count as another
 change of this site, and no site opens a sum with too few signatures. The uploads of sites that have changed are assumed
 to be known to the server. Every sum must therefore contain enough sites that have never changed: any combination of
 sums that a server computes contains either all of these sites or none. A site is also recorded as changed if its weight
 changes relative to the other sites' weights, because two sums of the same sites with different weights reveal just as
-much. The same holds for a site that answers from a different state than the other sites: an upload that is a difference
-from the state, such as SCAFFOLD's, is then large at this site only.
+much. The same holds for a site that answers from a different state than the other sites: if uploads are differences
+from the state, as in SCAFFOLD, only this site's upload is then large.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WEIGHT_TOLERANCE = 1e-6
 """Relative tolerance for comparing two weights, because the other sites compute them in float32."""
 
 LOST_RECORD: Mapping[str, Any] = {"lost": True}
-"""Record that marks a site as no longer knowing which sites its latest sum covered."""
+"""Record of a site that no longer knows which sites its latest sum covered."""
 
 Weights = Mapping[str, Mapping[str, Sequence[float]]]
 """Weights of each site in a sum, keyed by "uploads", "scores" or the name of an analysis, and then by site."""
@@ -103,7 +103,7 @@ class CohortChanges(NamedTuple):
     def add_sum(self, sites: Collection[str], weights: Weights, states: AnswerStates) -> CohortChanges:
         """Return the updated record after a sum.
 
-        A repetition of the latest sum of uploads, for example without scores, changes nothing.
+        Repeating the latest sum of uploads, for example without scores, has no effect.
 
         Args:
             sites: the sites in the new sum.
@@ -157,7 +157,7 @@ class CohortChanges(NamedTuple):
     def _states(self) -> Mapping[str, Mapping[str, Any]]:
         """States of each experiment (see `record`)."""
         states: Mapping[str, Any] = self.record.get("states", {})
-        if "bases" in states:  # of an earlier version
+        if "bases" in states:  # written by an earlier version
             return {states["experiment"]: {"bases": states["bases"], "moved": self.record.get("moved", ())}}
         return states
 

@@ -3,22 +3,22 @@
 A site sends its counters together with its vector, but under separate masks. The server first requests the shares that
 unmask the counters, and then sends all sites the masked counters together with these shares. Each site thus computes
 the sum of the counters itself, so a server cannot forge it. The site opens the sum of the vectors only if the counters
-permit it. Both sums cover the same sites. Sites may still drop out, as long as at least as many sites answer as the
-threshold requires.
+permit it. Both sums cover the same sites. Sites may still drop out, as long as the number of answers reaches the
+threshold.
 
 The sum shows how many sites have no answer, but not which ones. A colluding site can add any numbers to the sum,
-including negative numbers. With a sum of zeros and ones, it would cancel the ones of other sites. Therefore a site
+including negative numbers. If the counters were zeros and ones, it could cancel the other sites' ones. Therefore a site
 without an answer draws a secret *token* r from 1..p-1 and sends its powers r, r^2, ..., r^(2n-1) modulo the prime p,
 where n is the number of sites. A site with an answer sends zeros. The sums of powers fill the Hankel matrix H with the
 entries H[a, b] = sum of r^(a+b+1) over all tokens, for a and b from 0 to n-1. The rank of H is the number of different
 tokens.
 
 Colluding sites add a matrix E that they choose before they learn the tokens. Suppose that k honest sites have no
-answer. The determinant of the first k rows and columns of H + E is a polynomial in the k tokens. Its terms of the
-highest degree, k^2, are the determinant for E = 0, which is the product of all r_i and of all (r_i - r_j)^2. The
+answer. The determinant of the first k rows and columns of H + E is a polynomial in the k tokens. Its highest-degree
+terms, of degree k^2, form the determinant for E = 0, which is the product of all r_i and of all (r_i - r_j)^2. The
 polynomial is therefore not zero, and random tokens are a root of it with a probability of at most k^2 / (p - 1)
-(Schwartz, Zippel). For all other tokens, the rank of H + E is at least k. Colluding sites can thus make the number of
-sites without an answer larger, but not smaller.
+(Schwartz, Zippel). For all other tokens, the rank of H + E is at least k. Colluding sites can thus increase the number
+of sites without an answer, but not reduce it.
 
 For this reason all counters are fixed before they are opened: a site gives its shares of the masks for one digest of
 all masked counters, and later reads only the counters with this digest (see `member`).
@@ -74,7 +74,7 @@ def draw_counters(sites: int, flags: Sequence[bool]) -> Integers:
         sites: number of sites in the session.
         flags: True if the site has samples but did not answer from them, and True if it is silent.
     """
-    tokens = [1 + randbelow(TOKEN_PRIME - 1) for _ in flags]  # also unused ones, so that all sites take the same time
+    tokens = [1 + randbelow(TOKEN_PRIME - 1) for _ in flags]  # unused ones too, so that all sites take equally long
     powers = [[pow(token, k, TOKEN_PRIME) for k in range(1, 2 * sites)] for token in tokens]
     return (np.array(powers, dtype=np.uint64) * np.array(flags, dtype=np.uint64)[:, None]).flatten()
 

@@ -1,9 +1,9 @@
-"""The site's part in secure aggregation, which masks the site's vectors.
+"""A site's side of secure aggregation, which masks the site's vectors.
 
 A site keeps only the secrets of the latest session, on its own disk, in a folder that only its owner can read. The site
 deletes the secrets when it answers the last step. If a message is repeated, the answer is the same. A different message
 for the same step is rejected, because two vectors under the same mask reveal their difference. A damaged session file
-ends its session, but has no further effect.
+ends only its own session.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ COUNTERS_ENTRY = "digest of the counters"
 
 
 def check_maskable(setting: Setting, *, verify: bool = False) -> None:
-    """Raise an error if a run's server needs the uploads of individual sites.
+    """Raise an error if a run's server needs individual sites' uploads.
 
     Args:
         setting: the run.
         verify: True if every site opens the sums itself and replays the server's steps from them.
 
     Raises:
-        ConfigError: a part of the run needs the uploads of individual sites, or sites cannot replay it from the sums.
+        ConfigError: a part of the run needs individual sites' uploads, or sites cannot replay it from the sums.
             The message names this part.
     """
     setting = setting.resolved()
@@ -216,7 +216,7 @@ class SessionMember:
         return np.frombuffer(bytes.fromhex(stored["numbers"]), dtype="<u8"), tuple(stored["counters"])
 
     def keep_answer(self, numbers: Integers, counts: Sequence[int]) -> None:
-        """Store scores or the answer to a question, so that a repeated message receives them even if rows have changed.
+        """Store scores or an answer, so that a repeated message gets the same reply even if rows have changed.
 
         Args:
             numbers: scores or answer, encoded as integers.
@@ -287,8 +287,8 @@ class SessionMember:
 
         The site first records which sites the sum covers. From then on, the site opens no other sum of this round, so
         that the counters cover exactly this list of sites. It also records the digest of all masked counters.
-        Otherwise, once the counters are open, a colluding site could replace its own counters by ones that cancel the
-        tokens of other sites.
+        Otherwise, once the counters are open, a colluding site could replace its own counters with ones that cancel the
+        other sites' tokens.
 
         Args:
             round: round of the run.

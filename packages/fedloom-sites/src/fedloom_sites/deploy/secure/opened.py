@@ -1,8 +1,8 @@
 """Record of the sums that a site helped to open.
 
 With this record, the site can reject a sum that would reveal a difference. There is one record per site and data set,
-and the data set is identified by its agreed name. The same record is continued in other experiments, with other
-snapshots of the rows, and with new keys.
+and the data set is identified by its agreed name. The record continues across experiments, snapshots of the rows, and
+keys.
 
 Each round has only one sum, for a single model, a single set of sites, and a single state of each site. If the same
 models are requested again in a different round or experiment, the sites and states must either be the same, or differ
@@ -37,9 +37,9 @@ MAX_REMEMBERED_SUMS = 64
 """Number of an experiment's latest sums that a site remembers. The site takes no part in a sum of an older round."""
 OPENED_FILE = "opened.json"
 STEPS_FILE_SUFFIX = "-steps.json"
-"""File name ending of a site's records of analysis steps. The site records a step before it answers the step."""
+"""Suffix of the files that record a site's analysis steps. The site records a step before it answers the step."""
 ANALYSES_ENTRY = "analyses"
-"""Key of the entry that applies to every analysis that has no own entry."""
+"""Key of the entry for every analysis without an entry of its own."""
 
 
 class OpenedSums:
@@ -60,7 +60,7 @@ class OpenedSums:
         steady: int = 0, own: int | None = None,
     ) -> None:  # fmt: skip
         self._folder, self._names, self._limit, self._steady = folder, names, changes, steady
-        self._own = "" if own is None else self._name(f"{own}")  # by which the other sites count its changes
+        self._own = "" if own is None else self._name(f"{own}")  # the name under which other sites count its changes
         self._memory = memory or folder / "session"
 
     def begin(self, name: bytes, before: str | None) -> None:
@@ -264,7 +264,7 @@ class OpenedSums:
         with lock_folder(self._memory):
             values = read_checked(self._memory / OPENED_FILE)
             if values is None:
-                records = self._memory.parent.glob(f"data-*/{OPENED_FILE}")  # of sums over other data
+                records = self._memory.parent.glob(f"data-*/{OPENED_FILE}")  # records of sums over other data
                 summed = {e for path in records for e in (read_checked(path) or {}).get("experiments", ())}
                 logs = (f.parent for f in self._folder.parent.glob(f"*/{SENT_FILE}") if f.parent.name not in summed)
                 lost = had_folder and any(map(_summed_rounds, logs))

@@ -1,4 +1,4 @@
-"""Requested sums, stored on the server's disk so that each sum is revealed for only one set of sites.
+"""Requested sums, which the server stores on disk so that each sum is revealed for only one set of sites.
 
 The server repeats its request for a sum, in the same session and to all connected sites in the sum, until enough sites
 have given their shares. The server then keeps only the sum and sends no more requests. A damaged file is treated as if
@@ -40,7 +40,7 @@ class PendingSum(NamedTuple):
         sums: round of each sum, keyed by "uploads", "scores" or the name of an analysis.
         models: digest of the summed models, keyed by "uploads", "scores" or the name of an analysis.
         total: sum of the vectors, masked until the sum is revealed.
-        attempts: how often the sum has been requested.
+        attempts: number of times the sum has been requested.
         told: True if the masks have already been removed from the sum.
         counters: masked counters keyed by client, if the sites check the counters before they open this sum.
         shown: shares that unmask the counters, keyed by the site that sent them. Empty until the sites have sent these

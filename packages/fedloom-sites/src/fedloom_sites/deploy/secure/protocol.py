@@ -15,8 +15,9 @@ out along the way.
    (see `integers`), so a masked vector is uniformly distributed regardless of its content. The masks depend on the
    entire request to the sites and on the list of sites that shared secrets (see `session_binding`), so masks cancel
    only between sites that received the same request and list. Together with its vector, a site signs that the sum may
-   cover all sites that shared secrets (see `encode_statement`). 4. If a vector is missing, the sites sign the list of
-   the sites whose vectors arrived. Each site signs only one such list.
+   cover all sites that shared secrets (see `encode_statement`).
+4. If a vector is missing, the sites sign the list of the sites whose vectors arrived. Each site signs only one such
+   list.
 5. The sites reveal their shares of the seeds of sites whose vectors arrived, and of the masking keys of the other
    sites. They never reveal shares of both secrets of the same site, and reveal shares only for a list that
    ``threshold`` sites have signed. With these shares, the server removes the masks from the sum. Each site has

@@ -270,7 +270,7 @@ class UndecidedShares(ProtocolBroken):
 
     Args:
         owner: number of the secret's site.
-        count: answers.
+        count: number of shares of the secret.
     """
 
     def __init__(self, owner: int, count: int) -> None:

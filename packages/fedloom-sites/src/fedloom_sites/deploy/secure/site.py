@@ -68,7 +68,7 @@ class MaskedAnswers:
     def figures(self) -> str:
         """The metrics and groups that the site's samples define, as a bit field in hexadecimal digits.
 
-        None without sums.
+        Empty if the site has no training samples or nothing is summed.
         """
         trainer, client = self._trainer, self._site.client
         if not part_sizes(trainer.fed, client)[0]:
@@ -215,7 +215,7 @@ class MaskedAnswers:
         summed = terms.summed(*agreed, [part for part, _ in form.figures])
         summed = [is_summed and bool(bits >> k & 1) for k, is_summed in enumerate(summed)]
         cells: Cells | None = {}
-        if with_groups:  # also without scores, because the time until the site answers would show that it has none
+        if with_groups:  # even without scores, because the response time would otherwise show that there are none
             cells = self._groups.cells(job, models, terms.scored, scores, common=terms.common)
         if not form.is_whole(scores, sizes, summed, weighs=weighs):
             self._trainer.log_privately(f"round {terms.scored}: a score is missing, not finite, or too large for a sum")
@@ -256,7 +256,7 @@ class MaskedAnswers:
 
         def send(job: Job, state: StateGeneration | None, trained: TrainedRound, down: object) -> dict[str, Tensor]:
             trainer, output, is_cut = self._trainer, trained.output, False
-            if not isinstance(job.setting.aggregator, SharedMean):  # which clips in exact arithmetic
+            if not isinstance(job.setting.aggregator, SharedMean):  # `SharedMean` clips in exact arithmetic
                 bounds = {name: get_norm_bound(self._agreed.norm_bound, name) for name in job.fields}
                 upload, is_cut = clip_upload(job, output.upload, down, bounds)
                 output = output._replace(upload=upload)

@@ -1,4 +1,4 @@
-"""A run's sites under secure aggregation, as the server uses them. The server receives only sums (see `sums`)."""
+"""A run's sites under secure aggregation, as the server sees them. The server receives only sums (see `sums`)."""
 
 from __future__ import annotations
 

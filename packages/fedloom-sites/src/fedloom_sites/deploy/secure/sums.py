@@ -1,4 +1,4 @@
-"""The server part of secure aggregation, from collecting the sites' keys to a plausible sum.
+"""The server's side of secure aggregation, from collecting the sites' keys to a plausible sum.
 
 A site that has provably violated the protocol is named, and excluded from sessions until the server restarts. The
 server requests a round's uploads in a new session only if it has not yet requested any shares in the previous one. Once
@@ -145,7 +145,7 @@ class SecureSums:
             read: function that decodes a sum of a given number of vectors. It raises `Refused` if the sum is
                 implausible.
             counted: True if the sites check their counters before they open the sum of their vectors.
-            again: True to begin a new session although a sum was already requested, because that sum stays closed.
+            again: True to begin a new session even though a sum was already requested, because that sum stays closed.
 
         Raises:
             RunStopped: fewer sites than the threshold participate.
@@ -154,7 +154,7 @@ class SecureSums:
         """
         pending = None if again else self._unmasked.find_match(terms.sums)
         if pending is not None and pending.sums == terms.sums and len(pending.total) != length:
-            pending = None  # an earlier version of fedloom has summed other numbers
+            pending = None  # an earlier version of fedloom summed different numbers
         if pending is not None and pending.models.items() & terms.model_digests.items() != terms.model_digests.items():
             raise GivenUp(
                 f"round {terms.round}: this round was already summed for a different model, and the server has gone "

@@ -263,7 +263,7 @@ def check_summands(
 
 
 def _check_combinations(columns: NDArray[np.float64], clients: Sequence[int], threshold: int, most: float) -> None:
-    """Raise if a difference of two sums with different weights covers too few sites, or is mostly from one site.
+    """Raise an error if two differently weighted sums have a difference that covers too few sites or mostly one site.
 
     Two fields of an upload may be computed from the same model, such as SCAFFOLD's model and control. The two sums of
     these fields have the weights ``[2, n]``. Subtracting a multiple of the second sum from the first can remove any

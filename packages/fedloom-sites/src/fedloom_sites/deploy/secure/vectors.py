@@ -1,6 +1,6 @@
 """Conversion of results to the integer vectors that sites mask, based on facts that the server and the site both know.
 
-A vector contains an upload (its fields next to each other, followed by counts of work), the site's scores, or both.
+A vector contains an upload (its concatenated fields, followed by work counts), the site's scores, or both.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ themselves vary by less than 1."""
 
 
 class UploadVector:
-    """Upload encoded as integers: the concatenated fields, followed by the counts of work.
+    """Upload encoded as integers: the concatenated fields, followed by the work counts.
 
     Args:
         job: run.
@@ -128,7 +128,7 @@ class UploadVector:
         return start_rows
 
     def decode(self, total: Integers, count: int, scale: float) -> tuple[dict[str, Tensor], Tensor, int]:
-        """Decode a sum into float64 fields ``[d]``, counts of work ``[3]``, and the number of clipped uploads.
+        """Decode a sum into float64 fields ``[d]``, work counts ``[3]``, and the number of clipped uploads.
 
         Args:
             total: sum of the sites' vectors, without masks.
@@ -163,7 +163,7 @@ class UploadVector:
         return sums, work, clipped
 
     def _select_sent(self, name: str, value: Tensor) -> np.ndarray[Any, Any]:
-        """Return those coordinates of a field that are transmitted."""
+        """Return the transmitted coordinates of a field."""
         masks = self._job.messages.masks
         numbers: np.ndarray[Any, Any] = (value[masks[name]] if name in masks else value).detach().cpu().double().numpy()
         return numbers

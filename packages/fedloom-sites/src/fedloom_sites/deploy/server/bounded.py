@@ -1,6 +1,6 @@
 """Retrieval of replies from Flower's server, object by object, up to a size limit for each kind of reply.
 
-Failed calls are repeated for some time.
+Failed calls are retried for some time.
 
 Flower sends identical parts of a message only once, and inserts each as often as the message specifies. While the
 objects arrive, the bytes of each object are therefore counted as often as the message contains it. A reply that exceeds
@@ -52,7 +52,7 @@ def pull_replies(grid: Grid, limits: Mapping[str, int]) -> list[Message]:
     """Return the replies that have arrived. If a reply is too long or incomplete, an error is returned in its place.
 
     Args:
-        grid: Flower's.
+        grid: Flower's grid.
         limits: maximum number of bytes in a reply, keyed by the ID of the message that it answers.
     """
     client = get_connection(grid)

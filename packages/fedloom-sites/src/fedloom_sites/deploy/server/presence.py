@@ -35,7 +35,7 @@ class NodePresence(NodeRegister):
         members: sites that may participate, keyed by client.
         clients: number of sites in the experiment.
         patience: seconds before a rejected node is asked again.
-        rounds: number of rounds that a mute site still receives requests in before it counts as absent.
+        rounds: number of rounds in which a mute site still receives requests before it counts as absent.
         pace: maximum time to wait for a node, as a multiple of the other nodes' median time.
         client_of: client of every node that was accepted in an earlier run of the server, keyed by node.
 

@@ -1,4 +1,4 @@
-"""Server of a deployment, which runs the same rounds as a simulation, but whose clients are real sites."""
+"""Server of a deployment. It runs the same rounds as a simulation, but its clients are real sites."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def serve_run(grid: Grid, settings: Server, say: PrintFunction = print) -> Stop:
     After a stop or a crash, the same call resumes the run.
 
     Args:
-        grid: Flower's.
+        grid: Flower's grid.
         settings: the server's settings.
         say: function that prints a line.
 
@@ -114,7 +114,7 @@ def finished_reason(settings: Server) -> Stop | None:
 
 
 def recorded_stop(settings: Server) -> Stop | None:
-    """Return the reason in the summary why a run ended, or None if it has not ended or the summary is missing."""
+    """Return the summary's reason for the end of a run, or None if it has not ended or the summary is missing."""
     try:
         return Stop[json.loads((settings.results / SUMMARY_FILE).read_bytes())["stop"]]
     except (OSError, ValueError, KeyError, TypeError):
@@ -122,7 +122,7 @@ def recorded_stop(settings: Server) -> Stop | None:
 
 
 def finished_hint(stop: Stop) -> str:
-    """Return a sentence on a run that has ended for this reason and cannot be resumed."""
+    """Return a sentence about a run that ended for this reason and cannot be resumed."""
     if stop.status != "done":
         return f"the run has ended: {stop.value}. To train, deploy a corrected experiment"
     return FINISHED_HINT
@@ -215,9 +215,9 @@ def last_round(settings: Server) -> tuple[int, dict[str, Tensor] | None]:
     The model is None before the first round.
 
     Raises:
-        Refused: the run has no global model that is complete.
+        Refused: the run has no complete global model.
         CheckpointError: no checkpoint can be read.
-        RunDirError: the checkpoints are from another experiment.
+        RunDirError: the checkpoints belong to a different experiment.
     """
     loaded = Checkpoints(settings.checkpoints).load(settings.fingerprint[:16])
     if loaded is None or not loaded.meta["round"]:
@@ -241,7 +241,7 @@ def last_round(settings: Server) -> tuple[int, dict[str, Tensor] | None]:
 
 
 class _Run(Hooks):
-    """A run with its state, and everything that happens around its rounds."""
+    """A run with its state, and the steps before, between and after its rounds."""
 
     def __init__(self, grid: Grid, settings: Server, experiment: Experiment, say: PrintFunction) -> None:
         self._settings, self._experiment, self._say = settings, experiment, say
@@ -249,8 +249,8 @@ class _Run(Hooks):
         self._transport = Transport(grid, settings, self._audit, say)
         self._results = Results(settings, experiment)
         secure, self.robust_losses = settings.secure, True
-        self._streams = isinstance(experiment.methods[0].setting.schedule, Stream)  # sites get messages one by one
-        no_place = secure is not None and secure.scores == "per-site"  # masked sums contain no scores of single sites
+        self._streams = isinstance(experiment.methods[0].setting.schedule, Stream)  # sites receive messages one by one
+        no_place = secure is not None and secure.scores == "per-site"  # masked sums contain no site's own scores
         self.scores_with_training = not (no_place or self._streams)
 
     def go(self) -> Stop:

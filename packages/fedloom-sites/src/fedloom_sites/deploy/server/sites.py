@@ -1,4 +1,4 @@
-"""Clients of a deployment, which train, answer and score at the location of their samples."""
+"""Clients of a deployment, which train, answer and score where their samples are stored."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Transport:
     """Connection to the sites.
 
     Args:
-        grid: Flower's.
+        grid: Flower's grid.
         settings: the server's settings.
         audit: log of every reply.
         say: function that prints a line.
@@ -173,8 +173,8 @@ class Transport:
 
         Args:
             round: round of the run.
-            requests: by client.
-            need: minimum number of replies; with fewer replies, the run stops.
+            requests: requests, keyed by client.
+            need: minimum number of replies. With fewer replies, the run stops.
             wanted: clients that receive requests until the patience runs out, even if enough other clients have
                 answered.
 
@@ -209,7 +209,7 @@ class Transport:
         for c in open_:
             self._record_missing_reply(round, c)
         wanted_count = sum(r.kind != "score" for r in requests.values())
-        if need and wanted_count == len(self._unusable):  # a further start would not change this
+        if need and wanted_count == len(self._unusable):  # restarting would not change this
             raise RunStopped(Stop.DIVERGED, describe_usable(round, 0, wanted_count))
         self.checks.quorum(round, _count_replies(replies), wanted_count, need, len(rejected))
         return replies
@@ -331,7 +331,7 @@ class Transport:
 
     @staticmethod
     def pause() -> None:
-        """Wait a moment."""
+        """Wait briefly."""
         time.sleep(POLL_SECONDS)
 
     def _collect(self, open_requests: dict[str, PendingRequest], good: dict[int, ValidReply], bad: set[int]) -> int:
@@ -370,7 +370,7 @@ class Transport:
     def _message_facts(self, pending: PendingRequest) -> dict[str, Any]:
         """Return the facts about a message that are logged.
 
-        The site may be known only from the node's earlier answers.
+        The site may be known only from earlier answers of the node.
         """
         client = self.presence.client(pending.node) if pending.client is None else pending.client
         site = self.members[client].site if client in self.members else None

@@ -141,7 +141,7 @@ class SiteAnalyses:
             may_answer &= self._are_apart(one, agreed)
             rows = self._attach_models(terms, models) if models else self._rows
             vector, clipped, has_part = one.answer(question, bounds, form, rows, agreed)
-            if not may_answer:  # only now, so that the time until the site answers does not show it
+            if not may_answer:  # only now, so that the response time does not show it
                 raise Refused(
                     "the rows differ from the rows of the first step, or they differ from a "
                     "previously summed set of rows in too few subjects"
@@ -149,7 +149,7 @@ class SiteAnalyses:
             if clipped and self._trainer.site.secure is not None:  # a masked sum does not show which sites clipped
                 raise Refused(f"{clipped} numbers in the answer are outside their bounds. {one.analysis.wider}")
             return SiteAnswer(vector, ANSWERED_COUNTS if has_part else ABSENT_COUNTS)
-        except Exception as error:  # any error depends on the rows, so the server must not notice it
+        except Exception as error:  # the server must not notice the error, because it depends on the rows
             self._trainer.log_privately(f"step {step} of the analysis {name}: {describe_error(error)}")
             return SiteAnswer(form.zeros, SILENT_COUNTS)
 

@@ -1,6 +1,6 @@
-"""A site's approval of a run, identified by the digest of all agreed settings, and a check of the names of its data.
+"""A site's approval of a run, which the digest of all agreed settings identifies, and a check of its data's names.
 
-If approval is required, the site does not train before it is given. The sender of an agreement names the data, and this
+If approval is required, the site does not train without it. The sender of an agreement names the data, and this
 name determines which of its records a site uses for them. A site therefore keeps the name that it first used for each
 source of samples.
 """

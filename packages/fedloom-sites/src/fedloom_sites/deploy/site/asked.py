@@ -1,8 +1,9 @@
 """Record of the models that a site has replied to, so that a server cannot repeat a round with many crafted models.
 
-Every answer reveals how a model performs on the samples. The answers to two slightly different models reveal even more
-by their difference. The same applies to masked answers, because every sum and every counter reveals something. A server
-needs one model per round and kind of message, and needs a different one only after it has lost a checkpoint.
+Every answer reveals how a model performs on the samples. The difference between the answers to two slightly different
+models reveals even more. The same applies to masked answers, because every sum and every counter reveals some
+information. A server needs one model per round and kind of message, and needs a different one only after it has lost a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def _model_digests(envelope: Envelope) -> dict[tuple[str, int], str]:
     """Return digests of the models in a message and of the requested state, keyed by kind and round."""
     head, arrays = envelope.head, envelope.arrays
     place: list[Any] = [head.get(name) for name in ("accepted", "weight", "global")]
-    if head["kind"] == "analysis":  # whose terms come first; most read no model
+    if head["kind"] == "analysis":  # its terms come first, and most questions read no model
         return {("analysis", head["round"]): f"{digest_arrays(arrays[1:])} {place}"} if arrays[1:] else {}
     if head["kind"] != "train":
         return {(head["kind"], head["round"]): f"{head['digest']} {place}"}

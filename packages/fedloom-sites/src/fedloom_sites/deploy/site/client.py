@@ -244,11 +244,11 @@ class Client:
             raise ServerRewound(f"the server requests scores of round {scored} together with the training of round {t}")
 
     def _watch_samples(self) -> None:
-        """Report samples that have changed since the last message, or raise an error if changes are not allowed.
+        """Report that samples have changed since the last message, or raise an error if changes are not allowed.
 
-        Numbers of samples and cells with enough subjects are public, so a server that greets a site again and again
-        would see every new subject in a growing table. Under secure aggregation or an epsilon, after `MAX_CHANGES`
-        changes the samples may therefore change once a day.
+        Numbers of samples and cells with enough subjects are public, so a server that repeatedly greets a site would
+        see every new subject in a growing table. Under secure aggregation or an epsilon, after `MAX_CHANGES` changes
+        the samples may therefore change once a day.
 
         Raises:
             ConfigError: the samples have changed although the agreement does not allow it, or too often.

@@ -1,4 +1,4 @@
-"""Detect signs that a model was crafted so that an upload reveals samples."""
+"""Detect signs that a model was crafted to make an upload reveal samples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_change(most: float | None, norms: Sequence[float], before: Sequence[fl
     The check reads no samples.
 
     Args:
-        most: maximum factor between the old and the new norm. None for any.
+        most: maximum factor between the old and the new norm. None for no limit.
         norms: norms of the received model.
         before: norms of the previous model. Empty if there is no previous model.
         where: site and round, which are named in the message.
@@ -60,7 +60,7 @@ def check_units(most: float | None, job: Job, down: Any, t: int, ids: Tensor, to
     value at this site.
 
     Args:
-        most: maximum allowed share of such units in a layer. None for any.
+        most: maximum allowed share of such units in a layer. None for no limit.
         job: the site's run.
         down: message that the site received.
         t: round.
@@ -75,7 +75,7 @@ def check_units(most: float | None, job: Job, down: Any, t: int, ids: Tensor, to
         return
     work = job.work(t, ids)
     for part in job.oracle.layout.tree(work.full_grad(row) - decay_of(work, row)).values():
-        if part.dim() < 3 or part.shape[1] == tokens:  # no matrix, or a matrix with one column for each token
+        if part.dim() < 3 or part.shape[1] == tokens:  # not a matrix, or a matrix with one column per token
             continue
         if float((part[0].flatten(1) == 0).all(1).double().mean()) > most:
             raise RefusedModel(

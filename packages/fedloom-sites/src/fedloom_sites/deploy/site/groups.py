@@ -49,7 +49,7 @@ class SiteGroups:
             job: run from `Trainer.attach_local_data`.
             models: messages from the server that contain models.
             t: round.
-            scores: scores on the site's parts of the data, which decide whether the hybrid model is the global or the
+            scores: scores on the site's parts of the data. They determine whether the hybrid model is the global or the
                 personal model.
             common: True if the global model is also scored.
         """

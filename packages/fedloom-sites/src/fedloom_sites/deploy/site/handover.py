@@ -7,7 +7,7 @@ only one such process even if many messages arrive at once.
 
 Each process checks which user runs the other process, and whether both have the same digest of version and settings. A
 permanent process whose digest differs ends. In each direction, a message is preceded by its length, encoded in eight
-bytes. A message that does not arrive completely receives no answer.
+bytes. An incomplete message receives no answer.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def receive_bytes(line: socket.socket, size: int) -> bytes:
     """Receive exactly ``size`` bytes, and return them.
 
     Raises:
-        ConnectionError: fewer came.
+        ConnectionError: fewer bytes arrived.
     """
     parts, missing = [], size
     while missing:
@@ -159,7 +159,7 @@ def receive_sized(line: socket.socket) -> bytes:
     """Receive bytes that are preceded by their number, and return the bytes.
 
     Raises:
-        ConnectionError: fewer came.
+        ConnectionError: fewer bytes arrived.
     """
     return receive_bytes(line, int.from_bytes(receive_bytes(line, 8), "big"))
 
@@ -199,7 +199,7 @@ class _ProcessStart:
     def attempt(self, wait: float = 0.0) -> None:
         """Start the site's process, unless it is already running or starting.
 
-        From then on, the process's socket accepts messages.
+        After that, the process's socket accepts messages.
 
         Raises:
             RunDirError: the disk with the state does not support file locks.

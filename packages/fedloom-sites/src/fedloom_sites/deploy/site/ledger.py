@@ -2,13 +2,13 @@
 
 An entry is always written before the noise is drawn, and never afterwards.
 
-A crash between the entry and the release uses up budget, although nothing was released. If a round is requested again,
-the site answers with the reply that it has stored, so no new noise is added and the round is not counted again. If a
-round must be computed again because its download differs, it is counted again.
+A crash between the entry and the release consumes budget, even though nothing was released. If a round is requested
+again, the site answers with the reply that it has stored, so no new noise is added and the round is not counted again.
+If a round must be computed again because its download differs, it is counted again.
 
 Each line contains its number and the SHA-256 of the previous line. A line cut short by a crash remains part of the
-chain: the next line contains the SHA-256 of its bytes. If the chain is broken, has fewer lines than the number of
-releases in the state next to the ledger, or lacks a round accepted by the server, the site cannot know how much was
+chain: the next line contains the SHA-256 of its bytes. If the chain is broken, has fewer lines than there are releases
+in the state next to the ledger, or lacks a round accepted by the server, the site cannot know how much was
 spent, and releases nothing more.
 
 A site's limit applies to its data: the epsilon and delta of several experiments add up, so it includes the epsilon

@@ -1,4 +1,4 @@
-"""Samples of one site, represented as client i in a federation of n clients.
+"""One site's samples, represented as client i in a federation of n clients.
 
 The server has the same federation, but without any samples.
 """
@@ -64,7 +64,7 @@ def site_federation(experiment: Experiment, site: Site) -> Federation:
 
 
 def read_data(experiment: Experiment, site: Site) -> Dataset:
-    """Return the site's samples from its source. A table keeps its raw columns.
+    """Return the site's samples from its source. Tables keep their raw columns.
 
     Raises:
         NoSamples: the source contains no samples.
@@ -103,7 +103,7 @@ def make_blank_federation(samples: InputSpec, sizes: Tensor) -> Federation:
         positions=samples.each and not samples.vocabulary,
     )  # fmt: skip
     counts = sizes.clamp(min=torch.tensor([1, 0, 0]))
-    parts = {  # expand stores one number for all samples, because a site may claim any number of samples
+    parts = {  # `expand` stores one number for all samples, because a site may claim any number of samples
         part: Split(torch.zeros(1, dtype=torch.long).expand(int(column.sum())), _compute_offsets(column))
         for part, column in zip(DATA_PARTS, counts.T, strict=True)
     }
@@ -114,7 +114,7 @@ def check_samples(site: Site, data: Dataset) -> None:
     """Raise an error if data do not fit the experiment.
 
     Raises:
-        DataError: the data are inconsistent with the experiment. The message describes both of them.
+        DataError: the data do not match the experiment. The message describes both.
         ConfigError: the data contradict the experiment in a way that reveals no value of a sample, so that the server
             may see the message.
     """
@@ -133,7 +133,7 @@ def check_samples(site: Site, data: Dataset) -> None:
                 f"{site.site}: mean and std of [data] are {scaling}, but the experiment has {wanted}. "
                 "Set the same values"
             )
-        if not is_from_bytes(data) or not site.samples.pixels:  # noise may have been added to bytes
+        if not is_from_bytes(data) or not site.samples.pixels:  # byte values may include noise
             site.samples.samples(data.x, site.site, data.original_dtype)
 
 

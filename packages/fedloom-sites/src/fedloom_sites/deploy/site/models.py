@@ -66,7 +66,7 @@ def find_owned_models(folder: Path) -> list[OwnedModel]:
 
 
 def load_raw_model(folder: Path, kind: str | None = None) -> TrainedModel:
-    """Return a site's model for raw (unscaled) rows, with the scaling from the site's training part.
+    """Return a site's model for raw (unscaled) rows, with the scaling from the site's training split.
 
     Args:
         folder: folder of the site.
@@ -93,7 +93,7 @@ def load_raw_model(folder: Path, kind: str | None = None) -> TrainedModel:
 
 
 def _load_trained(one: OwnedModel, experiment: Experiment) -> TrainedModel:
-    """Return a site's model for scaled samples, with batch statistics from the site's training part.
+    """Return a site's model for scaled samples, with batch statistics from the site's training split.
 
     The site's scores in a round are computed in the same way, so no statistics are sent.
 
@@ -171,7 +171,7 @@ def new_row_options(folder: Path) -> NewData:
 
 
 def statistics_note(folder: Path, kind: str | None = None) -> list[str]:
-    """Return a list with a note if a simulation would compute different batch statistics for a model, otherwise [].
+    """If a simulation would compute different batch statistics for a model, return a list with a note, otherwise [].
 
     Args:
         folder: folder of the site.
@@ -195,7 +195,7 @@ def module_of(one: OwnedModel) -> nn.Module:
 
 @torch.no_grad()
 def column_importances(folder: Path, kind: str | None = None) -> list[tuple[str, str, float, float]]:
-    """Compute the importance of every column for a site's model on the site's test part (see `measure_permutations`).
+    """Compute the importance of every column for a site's model on the site's test split (see `measure_permutations`).
 
     Args:
         folder: folder of the site.
@@ -221,7 +221,7 @@ def column_importances(folder: Path, kind: str | None = None) -> list[tuple[str,
 
 
 def score_site_model(one: OwnedModel) -> dict[str, float]:
-    """Compute the metrics of a site's stored model on the site's test part. Return {} if there are no test samples.
+    """Compute the metrics of a site's stored model on its test split. Return {} if there are no test samples.
 
     Raises:
         ConfigError: see `_load_trained`.
@@ -236,12 +236,11 @@ def score_site_model(one: OwnedModel) -> dict[str, float]:
 def export_state_dict(one: OwnedModel, out: Path, *, force: bool = False) -> Path:
     """Write a site's model as a state dict to ``<site>.safetensors``, and return the path.
 
-    This file can be loaded by the plain module.
+    The plain module can load this file.
 
     Args:
         one: a site and its model.
-        out: folder for the file. If fedloom wrote a model to the same path earlier, this model is
-            replaced.
+        out: folder for the file. A model that fedloom wrote to the same path earlier is replaced.
         force: True to replace even a file of a different kind.
 
     Returns:

@@ -23,20 +23,20 @@ def neutral_upload(blank: Job, job: Job, down: Any, t: int, ids: Tensor, idle: F
 
     Args:
         blank: the same run on blank samples.
-        job: the site's run. Only its shares of the objective are used, which are public.
+        job: the site's run. Only its shares of the objective, which are public, are used.
         down: message that the site received.
         t: round.
         ids: the site's number ``[1]``.
         idle: upload that determines the shapes of the arrays.
 
     Returns:
-        The upload, with zeros in place of numbers that are not finite. If the method needs samples to compute
+        The upload, with zeros in place of non-finite numbers. If the method needs samples to compute
         its upload, all numbers are zero.
     """
     task = TrainTask(t, torch.tensor([0]), ids, torch.ones(1, 1))
     try:
         inputs = get_chunk_inputs(blank.replace_shares(job.alpha), down, task)
         upload: Fields = run_client_step(blank, inputs, inputs.work.idle())[0]
-    except Exception:  # the error depends only on the message, because no sample was read
+    except Exception:  # no sample was read, so the error depends only on the message
         upload = rebuild_rows(idle, [torch.zeros_like(field) for field in idle])
     return rebuild_rows(upload, [field.nan_to_num(0.0, 0.0, 0.0) for field in upload])

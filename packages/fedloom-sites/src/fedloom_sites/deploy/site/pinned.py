@@ -1,6 +1,6 @@
 """Program that runs a site's installed app, regardless of what the server sends, and protects its tasks with a secret.
 
-On its own, Flower sends the app from the server to the sites, and runs it there. Any user of the machine could then
+By default, Flower sends the app from the server to the sites and runs it there. Any user of the machine could then
 fetch the site's tasks from the port that its processes use. The site's network process and the process that starts its
 tasks share random bytes, which are generated anew at each start. This module is the program run by a task: Flower's
 program, but with fedloom's app.
@@ -86,7 +86,7 @@ def run_network(words: Sequence[str], folder: Path) -> None:
 def explain_rejected_signatures() -> None:
     """Let the network process end with an explanation if the server rejects a signature.
 
-    On its own, Flower ends the process with exit code 0 and without a reason. Nothing is lost if the process ends at
+    By default, Flower ends the process with exit code 0 and without a reason. Nothing is lost if the process ends at
     once, because another process has the site's state.
     """
     from fedloom_sites.deploy.clock import rejected_signature_reason
@@ -106,7 +106,7 @@ def explain_rejected_signatures() -> None:
 
 
 def _write_file(path: Path, content: bytes, mode: int) -> None:
-    """Write a file of the state anew, and create its folder if necessary."""
+    """Rewrite a file of the state, and create its folder if necessary."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
@@ -126,7 +126,7 @@ def main() -> None:
     from fedloom_sites.flwr_adapter import add_args_flwr_app_common, task_program, try_obtain_flwr_app_token
 
     def nothing(*_arguments: object, **_options: object) -> None:
-        """Do nothing, in place of the functions that install the server's app."""
+        """Do nothing. This function replaces Flower's functions that install the server's app."""
 
     instead = {
         "install_from_fab": nothing,

@@ -82,7 +82,7 @@ class SiteState:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Lock the folder against other processes while a message is being answered."""
+        """Lock the folder so that no other process can use it while a message is being answered."""
         with lock(self.folder):
             yield
 
@@ -176,7 +176,7 @@ class SiteState:
         self._write_note(SAMPLES_FILE, samples=samples, days=[*days])
 
     def list_change_days(self) -> list[str]:
-        """Return the days when the samples changed, once for every change."""
+        """Return the days when the samples changed, with one entry per change."""
         noted = self._read_note(SAMPLES_FILE, list[str], "days")
         return [] if noted is None else noted[0]
 

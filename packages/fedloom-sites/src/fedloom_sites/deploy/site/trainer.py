@@ -64,7 +64,7 @@ class TrainedRound(NamedTuple):
 
 
 class UnusableResult(Refused):
-    """Error: the result of training is not finite, or exceeds a bound of the experiment, so no server could use it."""
+    """Error: the training result is not finite or exceeds a bound of the experiment, so no server could use it."""
 
 
 Send = Callable[[Job, StateGeneration | None, TrainedRound, Any], dict[str, Tensor]]
@@ -164,7 +164,7 @@ class Trainer:
         return replace(self.job, alpha=torch.full_like(self.job.alpha, share))
 
     def attach_local_data(self, accepted: int, job: Job) -> tuple[Job, StateGeneration | None]:
-        """Load into a run the state that the server accepted, and return the run and the state."""
+        """Load the state that the server accepted into a run, and return the run and the state."""
         with publish_reasons():
             state = self._memory.settle(accepted)
         self.node.load_state(job, None if state is None else state.tensors)
@@ -184,7 +184,7 @@ class Trainer:
             t: round.
             download: message from the server.
             send: function that encodes the upload, and those of its rows that the site stores.
-            weights: further numbers that affect the upload.
+            weights: additional numbers that affect the upload.
             stays_neutral: True to send the neutral upload, regardless of the result of the training.
 
         Raises:
@@ -236,8 +236,8 @@ class Trainer:
         Under masks or with noise at the site, no answer shows that the training failed.
 
         After a failure, the state is unchanged. With noise, the site then sends only noise. Under masks, the site sends
-        its neutral upload, which it computes in every round, because otherwise the time until it answers would show the
-        server which sites send one.
+        its neutral upload, which it computes in every round, because the response time would otherwise show the server
+        which sites send one.
         """
         site, work, neutral = self.site, torch.zeros(1, 3, dtype=torch.long), self.forms.idle
         if site.secure is not None and self.noise is None:
@@ -294,7 +294,7 @@ class Trainer:
 
     @cached_property
     def _blank(self) -> Job:
-        """The same run on blank samples, computed so that a neutral upload reveals nothing about the site's samples."""
+        """The same run on blank samples, so that a neutral upload reveals nothing about the site's samples."""
         sizes = torch.tensor([[1, 0, 0]]).repeat(self.site.clients, 1)
         sizes[self.site.client] = torch.tensor(part_sizes(self.fed, self.site.client))
         setting = self.experiment.methods[0].setting.with_(schedule=Synchronous())
@@ -315,7 +315,7 @@ class Trainer:
     def scores(self, job: Job, models: Sequence[bytes], t: int, *, common: bool) -> Scores:
         """Compute the scores of round ``t``, or return {} for a negative round. A failure is recorded in a note.
 
-        However, if the latest model cannot be stored on the disk, the site sends no answer.
+        If the latest model cannot be stored on disk, however, the site does not answer.
 
         Args:
             job: run from `attach_local_data`.

@@ -42,7 +42,7 @@ from fedloom_sites.deploy.site.handover import (
 from fedloom_sites.flwr_adapter import decode_records, encode_records
 
 MAX_HEAD_BYTES = 1 << 20
-"""Maximum number of bytes that a message contains in addition to its arrays."""
+"""Maximum number of bytes in a message besides its arrays."""
 MAX_WATCHED_FILES = 10_000
 """Maximum number of a data set's files that are watched for changes. A larger data set is read again for every
 message."""

@@ -134,8 +134,10 @@ def pool_seeds(values: Values) -> SeedPool | None:
     """Estimate, from all methods, the effect of seeds on differences, as the interaction of methods and seeds.
 
     Args:
-        values: scores ``[methods, seeds, clients]``. Clients with a non-finite value are omitted. Returns: The effect
-        of seeds. None if there is only one seed, only one method, or no client.
+        values: scores ``[methods, seeds, clients]``. Clients with a non-finite value are omitted.
+
+    Returns:
+        The effect of seeds. None if there is only one seed, only one method, or no client.
     """
     values = values[:, :, np.isfinite(values).all((0, 1))]
     methods, seeds, clients = values.shape

@@ -154,7 +154,7 @@ def find_budget(methods: Sequence[LapShares], finalists: int, seeds: int, budget
 
 
 def _race_costs(methods: Sequence[LapShares], planned: float) -> tuple[float, float, float]:
-    """Return three costs, in runs: of one more initial setting per method, of one more kept setting, and the rest."""
+    """Return three costs, in runs: one more initial setting per method, one more kept setting, and everything else."""
     starts = sum(one.early + one.personal for one in methods)
     stays = sum(MIN_RACE_SEEDS * (one.middle + one.personal) - one.early for one in methods)
     return starts, stays, planned + sum(MIN_RACE_SEEDS * (WHOLE_DEPTH - one.middle) for one in methods)

@@ -1,4 +1,4 @@
-"""Settings of a race: which methods of the portfolio can take part, and which settings are tried for each method."""
+"""Settings of a race: the portfolio's methods that can take part, and the settings to try for each method."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Experiment built from Python values: in-memory data, methods, modules, and a partition or an existing federation.
 
-The result is the same `Experiment` that a file would define, so that the same code can tune, run, resume and report it.
+The result is the same `Experiment` that a file would define, so the same code can tune, run, resume and report it.
 The settings of this experiment identify in-memory objects by their class and digest. If the same call is repeated with
 the same values, it resumes from the folder.
 """

@@ -63,7 +63,7 @@ def read(
         refit: True to train on all samples with the first seed.
         recorded: True if an earlier version may have written the file, as in a run directory. Such a file may use the
             old names of keys.
-        trains: False if the caller trains nothing, so that the file needs no method.
+        trains: False if the caller does not train, so the file needs no method.
         document: content of the file, if it has already been read.
         engine: values for keys in the table [engine]. Values other than None override the file.
 

@@ -170,7 +170,7 @@ def _sum_analysis(analysis: Analysis, federation: Federation) -> tuple[list[pa.T
 
 
 def find_measured_runs(out: Path, analysis: Analysis) -> list[tuple[str, int]]:
-    """Return the (label, seed) of each run whose additional runs already have rows in the file of an analysis.
+    """Return the (label, seed) of each run whose additional runs already have rows in an analysis's file.
 
     The list is empty if the file is damaged.
     """

@@ -103,7 +103,7 @@ class Tracker:
                 return
             try:
                 self._write(key, event.status)
-            except Exception as error:  # libraries, networks and disks raise many types
+            except Exception as error:  # libraries, networks and disks raise many types of errors
                 self._fail(key, event.status, error)
 
     def _write(self, key: tuple[str, int], status: str) -> None:

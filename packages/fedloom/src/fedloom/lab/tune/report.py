@@ -109,7 +109,7 @@ def _exhausted_note(findings: Sequence[SearchResult]) -> str:
 
 
 def _length_note(goal: Goal, findings: Sequence[SearchResult]) -> str:
-    """Return a sentence that states how long a trial is."""
+    """Return a sentence that states the length of a trial."""
     seeds = ", ".join(str(s) for s in goal.seeds)
     if goal.samples is not None:
         return (

@@ -213,7 +213,7 @@ class Search:
 
 
 class Study(NamedTuple):
-    """Search of one method: the method's position in the experiment, its search space, and what its trials need."""
+    """Search of one method: the method's position in the experiment, its search space, and the inputs of its trials."""
 
     place: int
     method: Method

@@ -106,7 +106,7 @@ def measure_per_gradient(
 
     Returns:
         One row per method, from the pair of blocks with the median ratio. The two blocks of a pair are measured back to
-        back, so that a slow phase of the machine affects both.
+        back, so a slow phase of the machine affects both.
     """
     pairs: dict[str, list[tuple[_CostBlock, _CostBlock]]] = {label: [] for label, _ in settings}
     reasons = dict[str, str]()

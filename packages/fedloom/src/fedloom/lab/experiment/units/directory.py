@@ -176,7 +176,7 @@ class ExperimentDirectory:
         claims.forget()
 
     def _clear(self) -> None:
-        """Delete the results that are no longer wanted.
+        """Delete the results that are no longer needed.
 
         ``experiment.toml`` is not deleted now but replaced later, so that the folder remains recognizable as a run
         directory.

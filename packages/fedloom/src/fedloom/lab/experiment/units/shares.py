@@ -1,4 +1,4 @@
-"""Decide how many runs are computed in parallel, and how many processes each run uses."""
+"""Choose the number of parallel runs, and the number of processes for each run."""
 
 from __future__ import annotations
 
