@@ -254,7 +254,7 @@ class CellWork(NamedTuple):
             return None
         with summaries.count_spent_time(self.folder, "planned"):
             try:
-                has_equal_work = self.gradients.has_equal_work(self.cell, first)
+                alike = self.gradients.has_equal_work(self.cell, first)
             except ConfigError:  # `measure` adds the sentence
                 return None
         reason = "FedAvg's gradients at equal rounds, so the same runs"
