@@ -60,10 +60,13 @@ def _check_events(fed: Federation) -> None:
         why = f"no training row has an event ({len(time)} rows are censored)"
     else:
         why = "no client has an event at which another of its training rows is still at risk"
+    folds = fed.partition.get("folds")
+    where = f"in fold {fed.seed % folds + 1} of {folds} (seed {fed.seed}), " if folds else ""
+    omit = f"omit seed {fed.seed}, set a smaller number of {{partition.folds}}, " if folds else ""
     raise Refused(
-        f"{why}, so the partial likelihood is constant and no upload can change a model",
+        f"{where}{why}, so the partial likelihood is constant and no upload can change a model",
         rule="nothing-to-learn",
-        fix="use data in which a client with several rows has an event, or an analysis such as 'kaplan-meier'",
+        fix=f"{omit}use data in which a client with several rows has an event, or an analysis such as 'kaplan-meier'",
     )
 
 
