@@ -26,7 +26,7 @@ def check_learnable(task: Task, fed: Federation) -> None:
     """
     if isinstance(task, Chosen) and task.objective.loss is not None:
         return
-    if isinstance(task.base if isinstance(task, Chosen) else task, Survival):
+    if learns_from_events(task):
         _check_events(fed)
     elif isinstance(task, Chosen) and fed.data.task != "multilabel":
         counts = fed.class_counts("train")
@@ -39,6 +39,13 @@ def check_learnable(task: Task, fed: Federation) -> None:
                 rule="nothing-to-learn",
                 fix="omit {task.class_weights}, or give one of these classes a weight above 0",
             )
+
+
+def learns_from_events(task: Task) -> bool:
+    """Return True if the loss is the partial likelihood, which is constant without events."""
+    if isinstance(task, Chosen):
+        return task.objective.loss is None and isinstance(task.base, Survival)
+    return isinstance(task, Survival)
 
 
 def _check_events(fed: Federation) -> None:
