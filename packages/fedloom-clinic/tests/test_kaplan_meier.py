@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -84,6 +86,47 @@ def test_without_events_the_curve_is_flat() -> None:
     assert (curve[["survival", "low", "high"]] == 1).all(axis=None)
     assert curve["censored"].sum() == 80
     assert (curve["restricted_mean"] == UNTIL).all()
+
+
+def in_two_arms(times: dict[str, list[int]], events: dict[str, list[int]]) -> fl.Dataset:
+    rows = [(t, e, arm) for arm in times for t, e in zip(times[arm], events[arm], strict=True)]
+    frame = pd.DataFrame(rows, columns=["time", "died", "arm"]).assign(age=np.linspace(40, 80, len(rows)))
+    return fl.Dataset.create(frame, "time", event="died", task="survival", categorical=["arm"])
+
+
+def test_groups_without_events_have_no_log_rank_test() -> None:
+    """The statistic was 0 and p was 1, as if the groups had been compared and found equal."""
+    times = {"A": [5, 9, 20, 31, 44], "B": [6, 8, 25, 33, 41]}
+    curve = fl.analyze(
+        "kaplan-meier", in_two_arms(times, {"A": [0] * 5, "B": [0] * 5}), width=1.0, until=50.0, group="arm"
+    ).table.to_pandas()
+    assert (curve["survival"] == 1).all()
+    assert set(curve["group"]) == {"A", "B"}
+    assert curve["log_rank"].isna().all()
+    assert curve["p"].isna().all()
+
+
+def test_a_group_that_leaves_before_the_first_event_does_not_count_in_the_test() -> None:
+    """As in R's survdiff: its expected number of events is 0, so the test has one degree of freedom less."""
+    times = {"A": [20, 24, 31, 44, 47], "B": [22, 28, 30, 33, 41], "C": [1, 2, 3, 4, 5]}
+    events = {"A": [1, 1, 0, 1, 1], "B": [1, 1, 1, 1, 0], "C": [0] * 5}
+    with_c, without_c = (
+        fl.analyze("kaplan-meier", in_two_arms({k: times[k] for k in arms}, events), width=1.0, until=50.0, group="arm")
+        .table.to_pandas()[["log_rank", "p"]]
+        .iloc[0]
+        for arms in ("ABC", "AB")
+    )
+    assert without_c.notna().all()
+    assert with_c.to_numpy() == pytest.approx(without_c.to_numpy())
+
+
+def test_a_group_with_too_few_events_is_named_in_the_refusal() -> None:
+    data = patients()
+    event = data.y[:, 1].clone()
+    event[data.columns["arm"] == data.levels["arm"].index("B")] = 0
+    censored = replace(data, y=torch.stack([data.y[:, 0], event], 1))
+    with pytest.raises(Refused, match="in group B.*groups that all have enough events"):
+        fl.analyze("kaplan-meier", censored, width=30.0, group="arm", rules={"min_clients": 2, "min_subjects": 2})
 
 
 def test_the_error_of_a_mean_is_greenwoods() -> None:

@@ -436,16 +436,22 @@ THRESHOLDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "w / h^2": lambda t: t["w"] / t["h"] ** 2 > 26,
     "age - w": lambda t: t["w"] - t["age"] > 20,
     "w": lambda t: t["w"] > 90,
+    "a * b * c": lambda t: t["a"] * t["b"] * t["c"] > 0.1,
+    "a + b - c": lambda t: t["a"] + t["b"] - t["c"] > 1,
+    "w * p / h": lambda t: t["w"] * t["p"] / t["h"] > 900,
+    "a + b + c - d": lambda t: t["a"] + t["b"] + t["c"] - t["d"] > 1,
+    "w / h * p * q * r": lambda t: t["w"] / t["h"] * t["p"] * t["q"] * t["r"] > 3e5,
     "none": lambda t: t["a"] + t["b"] + np.random.default_rng(1).normal(0, 0.5, N) > 1,
 }
 
 
 @pytest.mark.parametrize("formula", THRESHOLDS)
-def test_a_class_that_is_a_threshold_of_one_or_two_columns_is_noted(formula: str) -> None:
+def test_a_class_that_is_a_threshold_of_columns_is_noted(formula: str) -> None:
     rng = np.random.default_rng(5)
     columns = table() | {
         "w": rng.normal(75, 12, N).round(1), "h": rng.normal(1.72, 0.09, N).round(2), "a": rng.normal(size=N),
-        "b": rng.normal(size=N),
+        "b": rng.normal(size=N), "p": rng.normal(20, 3, N), "q": rng.exponential(9, N), "r": rng.normal(40, 4, N),
+        "c": rng.normal(size=N), "d": rng.normal(size=N),
     }  # fmt: skip
     notes = fl.Dataset.create(pd.DataFrame(columns | {"died": THRESHOLDS[formula](columns).astype(int)}), "died").notes
     found = [note for note in notes if "recorded after the outcome" in note]

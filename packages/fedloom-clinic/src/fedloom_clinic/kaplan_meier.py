@@ -114,8 +114,12 @@ class KaplanMeier(Analysis):
         groups = merge_small_cells(names, flags[:, : len(names)], terms.rules)
         filled = flags[:, len(names) :].view(len(flags), len(names), -1)
         filled = (groups.members @ filled > 0).double()[:, groups.reached(flags[:, : len(names)])]
-        what = "subjects with an event in the same time bin, in every group"
-        of = merge_bins(filled, terms.rules, (1,), filled.shape[2], what)
+        reached = groups.reached(flags[:, : len(names)]).nonzero().flatten().tolist()
+        clients = filled.any(2).sum(0) - terms.rules.missing
+        short = [groups.names[k] for at, k in enumerate(reached) if clients[at] < terms.rules.min_clients]
+        what = f"subjects with an event in the same time bin in {'groups' if len(short) > 1 else 'group'} "
+        fix = "wider bins, on groups that all have enough events,"
+        of = merge_bins(filled, terms.rules, (1,), filled.shape[2], what + ", ".join(short), fix)
         last = [int((of == k).nonzero().max()) for k in range(int(of.max()) + 1)]
         return SurvivalCounts(groups, ends[last])
 
@@ -210,17 +214,20 @@ def compute_interval(curve: SurvivalCurve, level: float) -> tuple[Floats, Floats
 def log_rank(counts: Floats) -> tuple[float | None, float | None]:
     """Return the log-rank statistic of groups ``[G, 2, J]`` and its p-value.
 
-    Both are None if there are fewer than two groups.
+    Groups without a row at risk at any event are left out, as in R's survdiff. Both are None if fewer than two groups
+    remain, for example because all times are censored.
     """
-    if len(counts) < 2:
-        return None, None
     events = counts[:, 0]
     at_risk = counts.sum(1)[:, ::-1].cumsum(1)[:, ::-1]
+    at = events.sum(0) > 0
+    exposed = at_risk[:, at].any(1)
+    if exposed.sum() < 2:
+        return None, None
+    events, at_risk = events[exposed], at_risk[exposed]
     d, n = events.sum(0), at_risk.sum(0)
-    at = d > 0
     share = at_risk[:, at] / n[at]
     gap = (events[:, at] - d[at] * share).sum(1)[:-1]
     scale = d[at] * (n[at] - d[at]) / np.maximum(n[at] - 1, 1)
     covariance = (np.einsum("gj,gh->ghj", share, np.eye(len(share))) - share[:, None] * share[None]) @ scale
     statistic = float(gap @ np.linalg.pinv(covariance[:-1, :-1]) @ gap)
-    return statistic, float(chi2.sf(statistic, len(counts) - 1))
+    return statistic, float(chi2.sf(statistic, len(events) - 1))

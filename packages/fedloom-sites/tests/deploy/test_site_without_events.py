@@ -56,3 +56,13 @@ def test_a_deployment_without_any_event_is_refused_where_its_rows_are_planned(tm
     experiment = scene(tmp_path / "run", "fedavg", **given).experiment
     with pytest.raises(ConfigError, match="no training row has an event"):
         plan_deployment(experiment)
+
+
+@pytest.mark.parametrize("make", [scene, secured])
+def test_sites_without_any_event_end_after_the_first_scores(make: Any, tmp_path: Path) -> None:
+    """No site refuses, because that would reveal something about its rows; the losses show it to the server."""
+    given = choices(tmp_path / "data", events=False) | {"rounds": 40}
+    here: Scene = make(tmp_path / "run", "fedavg", **given)
+    assert here.serve() is Stop.UNCHANGED, here.summary()
+    assert here.summary()["detail"].startswith("after 2 rounds, every loss is unchanged")
+    assert "they probably have no events to learn from" in here.summary()["detail"]

@@ -61,9 +61,9 @@ class Value(BaseModel, metaclass=OptionsMeta):
     """Fields that have an effect only together with another field. Each field is mapped to the name of the other field
     and the values that it must have.
 
-    If no values are listed, the other field may have any value except its default. The other field can be a key of
-    ``[local]``, such as "local.weight_decay". If such a field is set but has no effect, a note is added to the result
-    of the run or to the federation."""
+    If no values are listed, the other field may have any value except its default. Values after "not" are the values
+    that it must not have. The other field can be a key of another table, such as "local.weight_decay". If such a field
+    is set but has no effect, a note is added to the result of the run or to the federation."""
     aliases: ClassVar[Mapping[str, str]] = {}
     """Other names that papers use for the fields, mapped to the names of the fields. A caller may also use these
     names."""
@@ -108,7 +108,7 @@ class Value(BaseModel, metaclass=OptionsMeta):
 
     def is_set(self, name: str) -> bool:
         """Return True if a field differs from its default."""
-        return bool(getattr(self, name) != type(self).model_fields[name].default)
+        return bool(getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True))
 
     def model_copy(self, *, update: Mapping[str, object] | None = None, deep: bool = False) -> Self:
         """Return a copy of the value, which is validated if any fields change. `copy.replace` calls this method."""
@@ -276,11 +276,17 @@ def note_idle_fields(value: Value, tables: Mapping[str, Value] = {}) -> list[str
         table, _, field = other.rpartition(".")
         owner = tables[table] if table else value
         now = getattr(owner, field)
-        if value.is_set(key) and not (now in values if values else owner.is_set(field)):
-            where = " or ".join(map(repr, values)) or f"not {now!r}"
-            sentence = f"{type(value).__name__}: {key} = {getattr(value, key)!r} has no effect with {other} = {now!r}"
-            notes.append(f"{sentence}. It has an effect if {other} is {where}")
+        is_excluded = not values or values[0] == "not"
+        acts = owner.is_set(field) if not values else (str(now) in values) != is_excluded
+        if value.is_set(key) and not acts:
+            where = f"not {now!r}" if is_excluded else " or ".join(v if v == "None" else repr(v) for v in values)
+            notes.append(f"{idle_sentence(value, key)} with {other} = {now!r}. It has an effect if {other} is {where}")
     return notes
+
+
+def idle_sentence(value: Value, key: str) -> str:
+    """Return the begin of a sentence that states that a value's field has no effect. The caller adds the reason."""
+    return f"{type(value).__name__}: {key} = {getattr(value, key)!r} has no effect"
 
 
 def get_kind(value: Value) -> str:

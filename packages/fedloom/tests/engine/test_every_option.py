@@ -16,14 +16,16 @@ import fedloom as fl
 from fedloom.algorithms import ALGORITHMS, REGISTRY
 from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS
 from fedloom.data.federation import Federation
+from fedloom.engine.early_stop import EarlyStop
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.errors import ConfigError, InvalidValue
 from fedloom.local import LocalSGD
 from fedloom.local.inexact import Solver
-from fedloom.models import MLP, Augment, ModelSpec
+from fedloom.models import CNN, MLP, Augment, ModelSpec
 from fedloom.rows.aggregators import AGGREGATORS, FLTrust
 from fedloom.rows.attacks import ATTACKS
 from fedloom.rows.channels import CHANNELS
+from fedloom.schedule import DEVICES, SCHEDULES
 from fedloom.tasks import Objective
 from fedloom.values import Value, fields_of
 
@@ -52,6 +54,10 @@ GIVEN: dict[str, list[Any]] = {
     "metrics": [("balanced_accuracy",)],
     "class_weights": ["balanced"],
     "every": [2],
+    "hidden": [(5,)],
+    "channels": [(3, 3)],
+    "adapters": [{"on": "linear"}],
+    "timeout": [0.01],
 }
 """Values of options whose type does not tell one, and of those that stand in for others."""
 BESIDE: dict[tuple[str, str], dict[str, Any]] = {
@@ -75,10 +81,10 @@ NOTHING = {
     ("Engine", "quorum"): "acts where uploads are unusable",
     ("Engine", "gradient_engine"): "auto is compiled here; others change bits by rounding",
     ("Engine", "clients_per_batch"): "bits by rounding",
-    ("Evaluate", "personal_on_common"): "acts where there is a common test set",
     ("Evaluate", "select_on"): "acts where the parts choose otherwise",
-    ("Evaluate", "batchnorm_stats"): "acts on batch normalisation; packages/fedloom/tests/engine/test_scoring.py",
     ("FairFedWeigher", "group"): "acts on columns of a table; packages/fedloom/tests/choose/test_weighers.py",
+    **{(kind, "init_from"): "reads a file; packages/fedloom/tests/models" for kind in ("Softmax", "MLP", "CNN")},
+    ("EarlyStop", "metric"): "acts where metrics are best in different rounds",
     ("GIFAIR", "level"): "groups are the partition's, and asked for",
 }
 """Fields that a small run cannot show, and why."""
@@ -199,6 +205,36 @@ PLUGINS = [
     for kind in kinds.values()
 ]  # fmt: skip
 TABLES = [("task", Objective), ("augment", Augment), ("engine", Engine), ("evaluate", Evaluate), ("local", LocalSGD)]
+
+
+def stopped_early(rule: EarlyStop) -> tuple[tuple[Any, ...], frozenset[str], EarlyStop]:
+    """Bits of the models of a run that ends early, and what it says; by default, it watches the personal model."""
+    scores = {"every": 1, "parts": ("train", "validation", "test")}
+    found = fl.simulate(
+        "flame", pictures(), SMALL, rounds=8, seed=3, local={**LOCAL, "lr": 1.0}, early_stop=rule, evaluate=scores
+    )
+    bits = tuple(found.models.rows(kind).numpy().tobytes() for kind in ("global", "personal"))
+    return (found.rounds, *bits), frozenset(found.notes), rule if rule.model else rule.with_(model="personal")
+
+
+def modelled(spec: ModelSpec) -> Any:
+    found = fl.simulate("fedavg", pictures(), spec, rounds=2, seed=3, local=LOCAL, evaluate={"parts": ("test",)})
+    return found.models.rows("global").numpy().tobytes(), frozenset(found.job.notes), spec
+
+
+SLOW = {"kind": "lognormal", "speed": 50.0, "spread": 2.0}
+TIMED: list[tuple[type[Value], Callable[[Any], Any], dict[str, Any]]] = [
+    *((SCHEDULES[kind], lambda value: played("fedavg", schedule=value, devices=SLOW), given)
+      for kind, given in {"deadline": {"seconds": 1.0}, "over-selection": {}, "buffered": {"buffer": 3},
+                          "asynchronous": {}}.items()),
+    *((DEVICES[kind], choice("devices"), given)
+      for kind, given in {"equal": {}, "lognormal": {},
+                          "classes": {"classes": {"a": {"share": 0.5}, "b": {"share": 0.5, "speed": 9.0}}}}.items()),
+    (EarlyStop, stopped_early, {"result": "best"}),
+    (MLP, modelled, {}),
+    (CNN, modelled, {"kernel": 3, "padding": 1, "channels": (2, 4), "hidden": (6,), "pool": (True, False)}),
+]  # fmt: skip
+"""Values of the tables on time, the end of a run, and its model, with the options that a small run needs."""
 STARTS = {"CenteredClipping": {"tau": 0.05}, "FIAELT": {"iterations": 2}, "criterion": {"lam": 40.0}, "LocalSGD": LOCAL}
 """Options without which nothing acts here, or only after many steps."""
 
@@ -214,6 +250,59 @@ def test_options_of_a_table(key: str, kind: type[Value]) -> None:
     assert mute(kind, run, STARTS.get(kind.__name__, {})) == []
 
 
+@pytest.mark.parametrize(("kind", "run", "given"), TIMED, ids=lambda v: getattr(v, "__name__", None))
+def test_options_of_time_ends_and_models(kind: type[Value], run: Any, given: dict[str, Any]) -> None:
+    assert mute(kind, run, given) == []
+
+
+TORCH_SGD = "torch.optim:SGD"
+COMBINED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "fedavg",
+        {"local": {"optimizer": "torch.optim:SGD", "optimizer_options": {"dampening": 0.5}}},
+        "optimizer_options",
+    ),
+    ("fedavg", {"local": {"optimizer": "torch.optim:SGD", "optimizer_state": "persistent"}}, "optimizer_state"),
+    ("fedavg", {"evaluate": {"select_on": "test"}}, "select_on"),
+    ("fedavg", {"evaluate": {"clients": 10}}, "clients"),
+    ("fedavg", {"evaluate": {"personal_at_start": True}}, "personal_at_start"),
+    ("fedavg", {"sampler": {"kind": "size-weighted", "clients": 1, "replacement": False}}, "replacement"),
+    ("fedavg", {"sampler": {"kind": "clustered", "clients": 1, "by": "size"}}, "by"),
+    ("fedavg", {"personalized_aggregation": {"kind": "angles", "self_weight": 1.0, "sigma": 3.0}}, "sigma"),
+    ("fedavg", {"personalized_aggregation": {"kind": "clusters", "clusters": 1, "similarity": "model"}}, "similarity"),
+    ("fedavg", {"schedule": {"kind": "buffered", "buffer": 3, "hinge": 9}, "devices": SLOW}, "hinge"),
+    ("fedavg", {"devices": {"kind": "equal", "period": 9.0}}, "period"),
+    ("fedavg", {"model": {"kind": "mlp", "hidden": [], "dropout": 0.5}}, "dropout"),
+    ("fedavg", {"model": {"kind": "cnn", "kernel": 1, "groups": 4}}, "groups"),
+    ("fedavg-ft", {"epochs": 3, "steps": 2}, "epochs"),
+    ("fedadmm-inexact", {"rho": 1.0, "r0": 0.3}, "r0"),
+    ("fiaelt", {"solver": "released", "start": "server"}, "start"),
+]
+"""Choices, and the option that does nothing beside the others."""
+
+
+@pytest.mark.parametrize(("name", "choices", "idle"), COMBINED, ids=str)
+def test_an_option_that_does_nothing_beside_others_is_noted(name: str, choices: dict[str, Any], idle: str) -> None:
+    def run(choices: dict[str, Any]) -> Any:
+        tables = {key: value for key, value in choices.items() if key in fl.Setting.model_fields}
+        model = tables.pop("model", SMALL)
+        setting = {"local": LOCAL, "rounds": 2, "seed": 3, "evaluate": {"parts": ("test",)}, **tables}
+        method = ALGORITHMS[name](
+            **{key: value for key, value in choices.items() if key not in fl.Setting.model_fields}
+        )
+        found = fl.simulate(method, pictures(), model, **setting)
+        return found.state.server, found.notes, found.table()
+
+    def without(table: dict[str, Any]) -> dict[str, Any]:
+        return {k: without(v) if isinstance(v, dict) and k != idle else v for k, v in table.items() if k != idle}
+
+    (server, notes, table), (plain, plain_notes, plain_table) = run(choices), run(without(choices))
+    assert all(torch.equal(one, other) for one, other in zip(server, plain, strict=True))
+    assert table.drop_columns(["value"]).equals(plain_table.drop_columns(["value"]))
+    assert [note for note in notes if re.search(rf"{idle} = .* has no effect", note)]
+    assert not [note for note in plain_notes if f"{idle} = " in note]
+
+
 NEEDY = [
     (kind, key, value)
     for key, kind in [*((None, kind) for kind in ALGORITHMS.values()), *PLUGINS, *TABLES]
@@ -227,6 +316,8 @@ def test_a_field_acts_where_it_is_said_to_act(kind: type[Value], key: str | None
     run = choice(key) if key else played
     if other.startswith("local."):
         run, values, other = partial(played, local={**LOCAL, other.removeprefix("local."): 0.1}), [None], ""
+    if values[:1] in (["not"], ["None"]):  # it acts beside the default
+        values, other = [None], ""
     every, one = others(field, kind.model_fields[field])
     for beside in values or others(other, kind.model_fields[other])[1][:1]:
         given = {**STARTS.get(kind.__name__, {}), **({other: beside} if other else {})}

@@ -144,3 +144,39 @@ def test_cohorts_of_a_sampler_that_learns_are_not_judged_by_their_weights() -> N
     fed = fl.Federation.create({k: (rng.normal(size=(12, 2)), np.arange(12) % 3) for k in "abc"})
     result = fl.simulate("fedavg", fed, rounds=4, sampler=Avoiding(), client_weights=[1.0, 1.0, 0.0])
     assert result.status == "done"
+
+
+def censored(events: int, rows: int = 60, subject: bool = False, order: bool = False) -> fl.Dataset:
+    """Times of which the first few are events, early ones."""
+    rng = np.random.default_rng(4)
+    time = np.where(np.arange(rows) < events, 1.0 + np.arange(rows) / rows, rng.uniform(5, 50, rows))
+    y = np.stack([time, np.arange(rows) < events], 1).astype("float32")
+    options: dict[str, Any] = {"subject": np.arange(rows)} if subject else {}
+    options |= {"order": np.arange(rows)[::-1]} if order else {}
+    return fl.Dataset.create((rng.normal(size=(rows, 2)).astype("float32"), y), task="survival", **options)
+
+
+@pytest.mark.parametrize("subject", [False, True])
+@pytest.mark.parametrize("events", [1, 2, 7])
+def test_every_fold_trains_on_an_event_and_folds_share_the_others(events: int, subject: bool) -> None:
+    """As of classes: without it, one fold without an event refused the comparison of all folds."""
+    partition, data = fl.partitions.iid(clients=1, folds=3, validation=0.2), censored(events, subject=subject)
+    tested = []
+    for seed in range(9):
+        fed = partition(data, seed)
+        check(fl.Setting.create(fl.algorithms.FedAvg(), seed=seed), fed)
+        counts = {part: int(fed.data.y[fed.parts[part].index, 1].sum()) for part in fed.parts}
+        assert sum(counts.values()) == events
+        assert counts["train"] > 0
+        assert any("rows of the test set are censored" in note for note in fed.notes) is (counts["test"] == 0)
+        tested.append(counts["test"])
+    assert max(tested) - min(tested) <= 1
+
+
+def test_a_fold_without_an_event_is_named() -> None:
+    """Blocks in the order of dates keep no shares: the events are in the last block here."""
+    partition, data = fl.partitions.iid(clients=1, folds=3), censored(6, order=True)
+    setting = fl.Setting.create(fl.algorithms.FedAvg())
+    with pytest.raises(ConfigError, match=r"in fold 2 of 3 \(seed 1\), no training row has an event") as caught:
+        check(setting.with_(seed=1), partition(data, 1))
+    assert "Omit seed 1" in str(caught.value)

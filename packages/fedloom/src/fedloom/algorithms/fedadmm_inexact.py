@@ -97,7 +97,7 @@ class FedADMMInexact(Algorithm):
     shrink: float = Field(0.95, ge=0.5, lt=1, description="nu, tolerance decay factor per dual step (MATLAB code)")
 
     plain_sgd: ClassVar[str | None] = "its local steps are linearized ADMM steps, which use no momentum"
-
+    needs: ClassVar[Mapping[str, str]] = {"r0": "rho None"}
     paper: ClassVar[Mapping[str, Any]] = {"rho": 1.0, "iterations": 5, "inner": 3, "eps0": "matlab"}
 
     @property

@@ -29,6 +29,7 @@ Use this method as the first baseline in every comparison of personalized method
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import Field
@@ -49,6 +50,7 @@ class FedAvgFT(Algorithm):
     lr: float | None = Field(None, gt=0, description="step size for fine-tuning (default: the round's step size)")
 
     family: ClassVar[str] = "personalised"
+    needs: ClassVar[Mapping[str, str]] = {"epochs": "steps None"}
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         tunes = self.epochs if self.steps is None else self.steps

@@ -99,12 +99,12 @@ class FIAELT(Algorithm):
     inner: int | None = Field(200, ge=2, description="m_i of svrg (Corollary 2; None: an epoch's steps, at least 2)")
     lr: float | None = Field(None, gt=0, description="step size (default: 1/(8 beta) for svrg, 1/beta for gd)")
     start: Literal["own", "server"] = Field("own", description="start of local work: own x_i, or the server's y")
-
     weighs_partial: ClassVar[bool] = True
     family: ClassVar[str] = "composite"
     paper: ClassVar[dict[str, Any]] = {"solver": "svrg"}
     released: ClassVar[dict[str, Any]] = {"solver": "released"}
     needs: ClassVar[dict[str, str]] = {"passes": "solver sgd", "iterations": "solver svrg gd", "inner": "solver svrg"}
+    needs |= {"start": "solver not released"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         if self.solver == "released":  # its constant, which scales a dual that enters no model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -195,6 +195,8 @@ class Angles(Mixer):
         None, ge=0, le=1, description="weight xi_ii of the client's own model (default: 1/m for m mixed models)"
     )
 
+    needs: ClassVar[Mapping[str, str]] = {"among": "self_weight not 1.0", "sigma": "self_weight not 1.0"}
+
     def mixtures(self, models: Tensor, place: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
         """Return the mixtures u_i = xi_ii w_i + (1 - xi_ii) sum_j xi_ij w_j."""
         self_weight, xi = self._self_and_peers(models)
@@ -230,6 +232,8 @@ class ClusterMeans(Mixer):
     similarity: Similarity = Field(
         "change", description="vectors to cluster: the models, or their changes from the initial model"
     )
+
+    needs: ClassVar[Mapping[str, str]] = {"similarity": "clusters not 1"}
 
     def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
         """Return 1/|cluster| for models in the same cluster, and 0 for other models."""

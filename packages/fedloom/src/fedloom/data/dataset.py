@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.data.text import label_errors, label_range_errors, token_errors
@@ -227,6 +228,15 @@ class Dataset:
     def labels(self) -> Tensor | None:
         """Class of each sample [N]. None if samples have no class, or if they have one class per position."""
         return self.y if self.classed and not self.each else None
+
+    @property
+    def outcome_strata(self) -> NDArray[np.int64] | None:
+        """Stratum of each sample [N] in splits and folds: its class, or 1 for an event and 0 for a censored time.
+
+        None if samples have neither.
+        """
+        labels = (self.y[:, 1] > 0).long() if self.task == "survival" else self.labels
+        return None if labels is None else labels.cpu().numpy()
 
     def __len__(self) -> int:
         return len(self.x)

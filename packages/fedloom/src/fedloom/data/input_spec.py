@@ -342,8 +342,9 @@ def single_client_federation(data: Dataset, holdout: float = 0.0, seed: int = 0)
     if not has_type(holdout, int, float) or not 0 <= holdout < 1:
         raise ConfigError(f"holdout must be a number of at least 0 and less than 1, got {holdout!r:.80}")
     dealt = Dealt(np.arange(len(data)), np.array([0, len(data)]))
-    y = None if data.labels is None else data.labels.numpy()
-    cut = cut_parts(dealt, y, PartSizes(holdout, 0.0), numpy_generator(seed, purpose="parts"), data.design)
+    cut = cut_parts(
+        dealt, data.outcome_strata, PartSizes(holdout, 0.0), numpy_generator(seed, purpose="parts"), data.design
+    )
     if data.prepare is not None:
         data = fit_preparation(data, dealt, cut["train"])
     parts = {part: Split(torch.from_numpy(d.index), torch.from_numpy(d.offsets)) for part, d in cut.items()}

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fedloom.engine.checkpoints import RunCheckpoints
+from fedloom.engine.checks.learnable import learns_from_events
 from fedloom.engine.job import Job
 from fedloom.engine.records import NEGLIGIBLE_STEP_UNITS, ROUNDING_UNITS, Divergence
 from fedloom.engine.round import run_round
@@ -150,6 +151,8 @@ class _RunLoop:
                 raise blocked
             if last:
                 return Stop.DONE, ""
+            if self._lacks_events():
+                return Stop.STOPPED, "all clients took part, so they probably have no events to learn from"
             if self.state.round > self._begun:
                 stopped, interrupted, save = self._job.ranks.combine_flags(
                     sentence is not None, hooks.interrupted(), self._checkpoints.is_due()
@@ -172,6 +175,18 @@ class _RunLoop:
                 self.state = self._trained(self.state)
             if self._checkpoints.every_round:
                 self._save()
+
+    def _lacks_events(self) -> bool:
+        """Return True if a survival run with all clients has not changed any loss.
+
+        Before round 1, sites do not reveal if they have events. The server therefore recognizes this from the losses.
+        """
+        state, job = self.state, self._job
+        if not (learns_from_events(job.oracle.task) and state.trained == state.round and len(state.cohort) == job.n):
+            return False
+        if state.records.is_unchanged() and not state.is_scored:
+            self._evaluate()
+        return self.state.records.is_unchanged()
 
     def _train_and_score(self) -> None:
         """Train the next round with messages that also request the scores of the previous round."""

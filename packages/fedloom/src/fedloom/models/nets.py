@@ -6,8 +6,9 @@ Each model is an `nn.Sequential` whose last linear layer is named ``head``.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from math import prod
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 from pydantic import Field, PositiveInt, model_validator
 from torch import nn
@@ -35,6 +36,8 @@ class MLP(ModelSpec):
     )
     activation: Activation = Field("relu", description="activation after every hidden layer")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout rate after every hidden layer (0: none)")
+
+    needs: ClassVar[Mapping[str, str]] = {"activation": "hidden not ()", "dropout": "hidden not ()"}
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
@@ -66,6 +69,8 @@ class CNN(ModelSpec):
     )
     dropout_hidden: float = Field(0.0, ge=0, lt=1, description="dropout rate after every hidden linear layer")
     activation: Activation = Field("relu", description="activation after every convolution and hidden layer")
+
+    needs: ClassVar[Mapping[str, str]] = {"groups": "norm group", "dropout_hidden": "hidden not ()"}
 
     @model_validator(mode="after")
     def _one_setting_per_convolution(self) -> CNN:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
@@ -56,6 +57,8 @@ class Stated(Devices, ABC):
     period: float = Field(
         86400.0, gt=0, description="length of a period in seconds. Each client's period starts at a different time"
     )
+
+    needs: ClassVar[Mapping[str, str]] = {"period": "present"}
 
     def _fleet(
         self, factor: Tensor, seed: int, names: tuple[str, ...] = ("all",), member: Tensor | None = None

@@ -1,6 +1,6 @@
 """Samplers, which choose the clients that participate in each round."""
 
-from fedloom.choose.samplers._base import Sampler
+from fedloom.choose.samplers._base import Sampler, SizedSampler
 from fedloom.choose.samplers.availability import Availability
 from fedloom.choose.samplers.clustered import Clustered
 from fedloom.choose.samplers.power import PowerOfChoice
@@ -18,5 +18,5 @@ SAMPLERS: dict[str, type[Sampler]] = {
 
 __all__ = [
     "SAMPLERS", "Availability", "Bernoulli", "Clustered", "PowerOfChoice", "RoundRobin", "Sampler", "SizeWeighted",
-    "Uniform",
+    "SizedSampler", "Uniform",
 ]  # fmt: skip

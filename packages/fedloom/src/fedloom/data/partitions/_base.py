@@ -145,7 +145,7 @@ class Partition(Value):
         own_test_share = 0.0 if self.test_from != "own" or draw.test is not None else self.test
         quota = PartSizes(own_test_share, self.validation, self.max_train_per_client, self.folds, fold)
         rng = numpy_generator(seed_of_draw, purpose="parts")
-        cut = cut_parts(draw.dealt, y, quota, rng, data.design)
+        cut = cut_parts(draw.dealt, data.outcome_strata, quota, rng, data.design)
         if self.test_from == "ratio":
             cut["test"] = self._match_test_samples(data, cut["train"], seed_of_draw)
         elif draw.test is not None:

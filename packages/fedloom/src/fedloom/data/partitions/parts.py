@@ -19,12 +19,12 @@ def cut_parts(
 
     At least one sample remains for training. If there are at least 2 samples, at least one is used for testing, and if
     there are at least 3, at least one is used for validation. Fractions of samples are rounded. One sample of each of
-    the client's classes stays in the training set. If a client has the same sample several times, all copies are in one
-    part.
+    the client's classes stays in the training set; in survival data, one event and one censored time. If a client has
+    the same sample several times, all copies are in one part.
 
     Args:
         dealt: samples of each client.
-        y: classes of the whole data set [N], or None for a regression.
+        y: classes of the whole data set [N], events for survival data, or None for a regression.
         quota: sizes of the training, validation and test sets.
         rng: random generator for the order of samples.
         design: groups of samples that belong together, or None. If it is given, subjects are divided instead of

@@ -125,23 +125,26 @@ def note_untrained_levels(data: Dataset, parts: Mapping[str, Ints], common: Ints
 
 
 def note_single_classes(data: Dataset, parts: Mapping[str, Ints], common: Ints | None) -> list[str]:
-    """Return notes on parts that contain only one class across all clients.
+    """Return notes on parts that contain only one class, or only censored times, across all clients.
 
     Args:
-        data: data set for classification. For other data, no notes are returned.
+        data: data set for classification or survival. For other data, no notes are returned.
         parts: samples in each part at all clients.
         common: samples of a common test set, or None.
     """
-    if not data.classed or data.y.ndim != 1 or len(data.classes) < 2:
+    strata, is_survival = data.outcome_strata, data.task == "survival"
+    if strata is None or (len(data.classes) < 2 and not is_survival):
         return []
     held = dict(parts) if common is None else {**parts, "test": np.concatenate([parts["test"], common])}
     notes = []
     for name, rows in held.items():
-        codes = np.unique(data.y[rows].cpu().numpy()).tolist() if len(rows) > 1 else []
-        if len(codes) == 1:
-            effect = "a model cannot learn from it" if name == "train" else "AUROC is not defined for it"
+        codes = np.unique(strata[rows]).tolist() if len(rows) > 1 else []
+        if len(codes) == 1 and not (is_survival and codes[0]):
+            metric = "the concordance index" if is_survival else "AUROC"
+            effect = "a model cannot learn from it" if name == "train" else f"{metric} is not defined for it"
             part = {"train": "training"}.get(name, name)
-            notes.append(f"all {len(rows):,} rows of the {part} set are of class {data.classes[codes[0]]!r}: {effect}")
+            what = "censored" if is_survival else f"of class {data.classes[codes[0]]!r}"
+            notes.append(f"all {len(rows):,} rows of the {part} set are {what}: {effect}")
     return notes
 
 

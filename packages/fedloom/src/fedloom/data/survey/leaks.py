@@ -118,12 +118,13 @@ def find_leaks(
         elif users is not None:
             yield from _find_client_leaks(name, column, of, target, task, users, rows)
     if binary and (threshold := find_threshold({name: values[rows] for name, values in numbers.items()}, y)):
-        pair, formula = threshold
-        numbers = {name: values for name, values in numbers.items() if name not in pair}
+        names, formula = threshold
+        numbers = {name: values for name, values in numbers.items() if name not in names}
+        every, has = ("both", "both are") if len(names) == 2 else ("all of them", "all of them are")
         yield (
-            f"columns {pair[0]!r} and {pair[1]!r} together give the class {of!r} of every row that has both (a "
-            f"threshold on {formula}), so they may be recorded after the outcome. Unless both are known "
-            "beforehand, add them to drop"
+            f"columns {', '.join(map(repr, names[:-1]))} and {names[-1]!r} together give the class {of!r} of every row "
+            f"that has {every} (a threshold on {formula}), so they may be recorded after the outcome. Unless {has} "
+            "known beforehand, add them to drop"
         )
     whole = target.values
     codes = range(len(target.names))[-1 if len(target.names) == 2 else 0 :][:MAX_FEW_LEVELS]

@@ -26,7 +26,7 @@ def check_learnable(task: Task, fed: Federation) -> None:
     """
     if isinstance(task, ChosenTask) and task.objective.loss is not None:
         return
-    if isinstance(task.base if isinstance(task, ChosenTask) else task, Survival):
+    if learns_from_events(task):
         _check_events(fed)
     elif isinstance(task, ChosenTask) and fed.data.task != "multilabel":
         counts = fed.class_counts("train")
@@ -39,6 +39,13 @@ def check_learnable(task: Task, fed: Federation) -> None:
                 rule="nothing-to-learn",
                 fix="omit {task.class_weights}, or give one of these classes a weight above 0",
             )
+
+
+def learns_from_events(task: Task) -> bool:
+    """Return True if the loss is the partial likelihood, which is constant without events."""
+    if isinstance(task, ChosenTask):
+        return task.objective.loss is None and isinstance(task.base, Survival)
+    return isinstance(task, Survival)
 
 
 def _check_events(fed: Federation) -> None:
@@ -60,10 +67,13 @@ def _check_events(fed: Federation) -> None:
         why = f"no training row has an event ({len(time)} rows are censored)"
     else:
         why = "no client has an event at which another of its training rows is still at risk"
+    folds = fed.partition.get("folds")
+    where = f"in fold {fed.seed % folds + 1} of {folds} (seed {fed.seed}), " if folds else ""
+    omit = f"omit seed {fed.seed}, set a smaller number of {{partition.folds}}, " if folds else ""
     raise Refused(
-        f"{why}, so the partial likelihood is constant and no upload can change a model",
+        f"{where}{why}, so the partial likelihood is constant and no upload can change a model",
         rule="nothing-to-learn",
-        fix="use data in which a client with several rows has an event, or an analysis such as 'kaplan-meier'",
+        fix=f"{omit}use data in which a client with several rows has an event, or an analysis such as 'kaplan-meier'",
     )
 
 

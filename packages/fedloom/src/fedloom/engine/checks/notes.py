@@ -19,10 +19,9 @@ from fedloom.local.oracles import Network, loop_reason
 from fedloom.local.rows import Fields
 from fedloom.models.imported import batch_norm_layers
 from fedloom.rows.aggregators import FLTrust
-from fedloom.rows.attacks import Forgery
 from fedloom.seeds import as_global, generator
 from fedloom.tasks import Binary, ChosenTask, Classification, MultiLabel
-from fedloom.values import get_kind, note_idle_fields
+from fedloom.values import get_kind
 
 UNSEEDED_HINT = "Runs are not reproducible. Draw from ctx.rng(purpose), which depends on the seed"
 GLOBAL_DRAWS_NOTE = f"server code draws from a global generator of torch, numpy or random. {UNSEEDED_HINT}"
@@ -52,9 +51,7 @@ def collect_notes(
     notes += note_single_row_batches(setting, oracle.fed.data.task)
     notes += [*_note_double_softmax(oracle), *_note_changed_values(oracle)]
     notes += [
-        *_note_idle_attack(setting, attackers, ctx.n),
         *_note_trusted_client(setting, attackers, fewest, ctx.n),
-        *_note_idle_options(setting),
     ]
     notes += _note_overstepping(setting, fewest, ctx.n)
     if method.global_model(server) is not None:
@@ -77,21 +74,6 @@ def _note_unseeded_sampler(sampler: Sampler, ctx: Ctx) -> list[str]:
         f"sampler {type(sampler).__name__} draws different clients in two identical calls, for example because it uses "
         f"its own generator. {UNSEEDED_HINT}"
     ]
-
-
-def _note_idle_attack(setting: Setting, attackers: Tensor, n: int) -> list[str]:
-    """Return a note if no client attacks, if all clients attack, or if the attack has no effect."""
-    attack, name, notes = setting.attack, type(setting.method).__name__, list[str]()
-    if attack is None or not attack.fraction:
-        return notes
-    if not len(attackers):
-        few = f"a fraction of {attack.fraction:g} of {n} clients is less than one client. Set it to {1 / n:.2g} or more"
-        notes.append(f"attack {get_kind(attack)!r} has no effect, because {few}")
-    elif len(attackers) == n:
-        notes.append(f"attack {get_kind(attack)!r} includes all {n} clients, so there is no benign client to evaluate")
-    if isinstance(attack, Forgery) and not upload_fields(type(setting.method)):
-        notes.append(f"attack {get_kind(attack)!r} has no effect with {name}, which does not upload anything")
-    return notes
 
 
 def _note_trusted_client(setting: Setting, attackers: Tensor, fewest: int | None, n: int) -> list[str]:
@@ -260,30 +242,6 @@ def _note_repeated_client(algorithm: Algorithm, sampler: Sampler) -> list[str]:
         f"sampler {sampler.kind!r} may draw a client twice, but {type(algorithm).__name__} counts it once in the "
         f"values that it stores or accumulates over rounds ({', '.join(once)})"
     ]
-
-
-def _note_idle_options(setting: Setting) -> list[str]:
-    """Return notes about options that have no effect because of another option."""
-    method, local = setting.method, setting.local
-    keys = [f"local.{key}" for key in method.ignored if local.is_set(key)]
-    name = method.full_gradients or type(method).__name__
-    notes = [f"{name} computes its own local steps: {no_effect_sentence(keys)}"] if keys else []
-    parts = (
-        setting.sampler,
-        setting.aggregation_weights,
-        setting.aggregator,
-        setting.attack,
-        setting.upload_transform,
-        setting.augment,
-    )
-    for value in (method, local, *(part for part in parts if part is not None)):
-        notes += note_idle_fields(value, {"local": local})
-    return notes
-
-
-def no_effect_sentence(keys: list[str]) -> str:
-    """Return a clause that states that these keys have no effect."""
-    return f"{' and '.join(keys)} {'has' if len(keys) == 1 else 'have'} no effect"
 
 
 def _note_slow_average(algorithm: Algorithm, fewest: int, n: int) -> list[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from fedloom.data.federation import Federation
+from fedloom.engine.checks.idle import note_idle_options
 from fedloom.engine.checks.learnable import check_learnable as check_learnable  # sites check their plans with it
 from fedloom.engine.checks.rehearsal import rehearse_rounds
 from fedloom.engine.job import Job
@@ -144,4 +145,6 @@ def make_problem(
     if problem.fleet is not None and isinstance(setting.schedule, Stream) and replay.cohorts is not None:
         raise Refused(f"cohorts are lists of clients per round, but schedule {setting.schedule.kind!r} has no rounds")
     rehearse_rounds(problem, started.states)
+    idle = note_idle_options(problem, started.states[0], participants.setting)
+    problem = replace(problem, notes=(*problem.notes, *idle))
     return problem, InitialState(started.states[0], make_templates(problem, started, problems.x0))

@@ -11,7 +11,7 @@ from fedloom.algorithms import check_declaration
 from fedloom.choose import SharesWeigher, Uniform, Weigher
 from fedloom.data.federation import Federation
 from fedloom.engine.checks.defaults import adapt_defaults
-from fedloom.engine.checks.notes import no_effect_sentence
+from fedloom.engine.checks.idle import no_effect_sentence
 from fedloom.engine.checks.refusals import (
     add_rule_to_errors,
     check_attack,
