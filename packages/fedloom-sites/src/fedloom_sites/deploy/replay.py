@@ -141,7 +141,7 @@ class ModelReplay:
             WireError: the arrays cannot be read.
         """
         with self.watch(f"round {round}"):
-            links = self._links()
+            links = self._read_chain()
             if round in links:
                 return bytes.fromhex(links[round])
             if round < max(links, default=0):
@@ -172,7 +172,7 @@ class ModelReplay:
         Raises:
             ProtocolBroken: the link differs from the expected link.
         """
-        links = self._links()
+        links = self._read_chain()
         recent = [self._first_link, *(links[t] for t in sorted(links))][-2 if round <= max(links, default=0) else -1 :]
         if link.hex() not in recent:
             with self.watch("a new session"):
@@ -200,7 +200,7 @@ class ModelReplay:
         """
         if download is None and not models and {terms.download, *terms.models} <= {""} and terms.scored < 0:
             return None, []
-        links, newest = self._links(), terms.round - terms.trains
+        links, newest = self._read_chain(), terms.round - terms.trains
         link = links[max(known)] if (known := [t for t in links if t <= newest]) else self._first_link
         if (terms.download, terms.models) != (link * (download is not None), (link,) if models else ()):
             raise ProtocolBroken(
@@ -276,7 +276,7 @@ class ModelReplay:
         """
         if link not in self._states:
             _, job, server, _, _ = self._make_job(sizes)
-            state, links = initial_state(job, server), self._links()
+            state, links = initial_state(job, server), self._read_chain()
             t = next((t for t, one in links.items() if one == link), 0)
             if not t and link != self._first_link:
                 raise ProtocolBroken("the terms name a chain of opened sums that differs from this site's own chain")
@@ -311,7 +311,7 @@ class ModelReplay:
         self._log(f"ALARM: {reason}")
         raise_alarm(Audit(self._site.folder / SENT_FILE), f"ALARM: {reason}. Ask the coordinator")
 
-    def _links(self) -> dict[int, str]:
+    def _read_chain(self) -> dict[int, str]:
         return {int(t): link for t, link in (read_checked(self._folder / LINKS_FILE) or {"links": {}})["links"].items()}
 
     @cached_property

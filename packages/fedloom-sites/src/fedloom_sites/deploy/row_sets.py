@@ -24,7 +24,7 @@ from fedloom.values import dump_value
 
 MAX_VERDICTS = 1024
 """Number of recent decisions about sets of rows that a site remembers, together with the subjects of these sets."""
-MIN_APART_SUBJECTS = 2
+MIN_SUBJECT_DIFFERENCE = 2
 """Minimum difference between two sets in subjects, regardless of the agreed minimum."""
 MAX_COMBINATIONS = 4096
 """Maximum number of combinations to try before a new set is refused. Ten analyses with one set each need a few."""
@@ -55,7 +55,7 @@ def judge_row_sets(
     """
     remembered, verdicts = memory.setdefault("sets", {}), memory.setdefault("verdicts", [])
     answered, verdict_of = [one for one in verdicts if one["of"] != name and one["answered"]], dict[str, bool]()
-    least = max(least, MIN_APART_SUBJECTS)
+    least = max(least, MIN_SUBJECT_DIFFERENCE)
     for rows in sets:
         subjects = sorted(_subject_digests(rows, salt))
         key = hashlib.sha256("".join([columns, *subjects]).encode()).hexdigest()

@@ -29,7 +29,7 @@ from fedloom.metrics import TASK_ROLES, metric
 FIGURE_PARTS = ("train", "validation", "test", "common")
 MIN_WHOLE_FIGURE = 10_000
 """Smallest value without a unit (such as a number of parameters) that is shown without decimal places."""
-CLIENT_STATISTIC = "client-"
+CLIENT_STATISTIC_PREFIX = "client-"
 """Prefix of the statistic for a single client, which is followed by the client's number."""
 UNSCALED_STATISTICS = ("variance", "jain")
 """Statistics over clients whose unit differs from the unit of the metric."""
@@ -166,11 +166,11 @@ def _mean_curve(run: Run, key: Key) -> Curve:
     if key.model == "hybrid-validation":
         return _validation_curve(run, key)
     base, _, statistic = key.metric.partition("/")
-    if statistic.startswith(CLIENT_STATISTIC):
+    if statistic.startswith(CLIENT_STATISTIC_PREFIX):
         of_clients = run.benign(key._replace(metric=base))
         if of_clients is None:
             return EMPTY_CURVE
-        of_client = of_clients.select(of_clients.client == int(statistic.removeprefix(CLIENT_STATISTIC)))
+        of_client = of_clients.select(of_clients.client == int(statistic.removeprefix(CLIENT_STATISTIC_PREFIX)))
         return Curve(of_client.round, of_client.value)
     if "/" not in key.metric:
         curve_points = benign_curve(run, key, "mean")

@@ -118,7 +118,7 @@ def _check_versions(site: Site) -> Iterator[CheckFinding]:
         return
     low, high = FLOWER_VERSIONS
     if low <= tuple(int(part) for part in flower.split(".")[:2]) < high:
-        here = result_versions()
+        here = read_relevant_versions()
         yield CheckFinding("ok", f"versions: fedloom {__version__}, Flower {flower}, Python {here['python']}")
         differing = [f"{k} {here.get(k, 'missing')}, there {v}" for k, v in site.versions.items() if here.get(k) != v]
         if differing:
@@ -130,7 +130,7 @@ def _check_versions(site: Site) -> Iterator[CheckFinding]:
         )
 
 
-def result_versions() -> dict[str, str]:
+def read_relevant_versions() -> dict[str, str]:
     """Return the versions that can affect a result: Python, and packages that train, mask, sign or transport."""
     numbers = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in COMPARED_PACKAGES:

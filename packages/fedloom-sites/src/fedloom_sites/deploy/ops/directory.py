@@ -27,7 +27,7 @@ from fedloom.values import Value, make
 from fedloom.version import __version__
 from fedloom_sites.deploy.code import CODE_FOLDER, INITIAL_MODEL_FILE
 from fedloom_sites.deploy.ops import keys
-from fedloom_sites.deploy.ops.check import result_versions
+from fedloom_sites.deploy.ops.check import read_relevant_versions
 from fedloom_sites.deploy.ops.commands import (
     FINAL_EXIT_CODE,
     OPS_FOLDER,
@@ -333,7 +333,7 @@ def _iterate_sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str,
         "experiment": "experiment.toml",
         "fingerprint": sha256_hex(plan.experiment.encode()),
         "version": __version__,
-        "versions": result_versions(),
+        "versions": read_relevant_versions(),
         "clients": len(plan.sites),
         "samples": plan.samples,
         "fixed_data": plan.fixed_data,

@@ -38,7 +38,7 @@ from fedloom_sites.deploy.groups import agreed_groups, check_groups
 from fedloom_sites.deploy.protocol.lengths import upload_norms
 from fedloom_sites.deploy.secure.changes import MAX_CHANGES
 from fedloom_sites.deploy.secure.protocol import MAX_SITES, MIN_SITES, min_threshold, safe_threshold
-from fedloom_sites.deploy.secure.vectors import bits_before
+from fedloom_sites.deploy.secure.vectors import count_earlier_bits
 from fedloom_sites.deploy.server.run import check_deployable, sample_count_reason
 from fedloom_sites.deploy.settings import NormBound, find_case_twin
 from fedloom_sites.deploy.site.local_data import make_blank_federation
@@ -177,7 +177,7 @@ def plan_deployment(
     check_groups(job, agreed_groups(one, samples))
     agreed_threshold = _choose_threshold(job, sites or fed.n, secure_aggregation, threshold)
     groups = [name for _, name in agreed_groups(one, samples)]
-    first = 0 if agreed_threshold is None else bits_before(job, groups)
+    first = 0 if agreed_threshold is None else count_earlier_bits(job, groups)
     check_analyses(job, one, samples, sites or fed.n, agreed_threshold, first, job.model_kinds(start))
     if changes is not None and not secure_aggregation:
         raise ConfigError("--changes needs secure aggregation. Add --secure-aggregation, or omit --changes")

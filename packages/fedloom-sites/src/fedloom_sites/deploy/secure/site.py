@@ -24,7 +24,7 @@ from fedloom_sites.deploy.secure.counters import ABSENT_COUNTS, ANSWERED_COUNTS,
 from fedloom_sites.deploy.secure.member import SessionMember
 from fedloom_sites.deploy.secure.protocol import ACCUSATION_PREFIX, Integers, ProtocolBroken, draw_random_integers
 from fedloom_sites.deploy.secure.terms import SessionTerms, check_models, check_summands, check_terms, read_terms
-from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector, bits_before
+from fedloom_sites.deploy.secure.vectors import ScoreVector, UploadVector, count_earlier_bits
 from fedloom_sites.deploy.settings import Site, get_norm_bound
 from fedloom_sites.deploy.site.analyses import SiteAnalyses
 from fedloom_sites.deploy.site.asked import AskedModels
@@ -50,7 +50,9 @@ class MaskedAnswers:
         assert site.secure is not None
         self._site, self._agreed, self._trainer = site, site.secure, trainer
         self._member, self._groups = SessionMember(site, key, folder), SiteGroups(trainer)
-        self._analyses = SiteAnalyses(trainer, folder, lambda: bits_before(trainer.job, self._groups.sums.groups))
+        self._analyses = SiteAnalyses(
+            trainer, folder, lambda: count_earlier_bits(trainer.job, self._groups.sums.groups)
+        )
         self._asked = budget
         self._replay = ModelReplay(site, lambda: trainer.experiment, trainer.log_privately)
         self._last: tuple[object, Job] | None = None

@@ -197,7 +197,7 @@ def check_length(job: Job, sums: Mapping[str, Tensor], count: int, scale: float,
             )
 
 
-def bits_before(job: Job, groups: Sequence[str]) -> int:
+def count_earlier_bits(job: Job, groups: Sequence[str]) -> int:
     """Return the number of a site's bits for metrics and groups, which come before its bits for analyses."""
     return len(ScoreVector(job).figures) + len(groups)
 

@@ -41,7 +41,7 @@ from fedloom_sites.deploy.ops.status import serve_metrics
 from fedloom_sites.deploy.replay import make_server_job
 from fedloom_sites.deploy.secure.member import check_maskable
 from fedloom_sites.deploy.secure.sites import MaskedSites
-from fedloom_sites.deploy.secure.vectors import bits_before
+from fedloom_sites.deploy.secure.vectors import count_earlier_bits
 from fedloom_sites.deploy.server.analyses import AnalysisServer
 from fedloom_sites.deploy.server.results import Results
 from fedloom_sites.deploy.server.sites import Sites
@@ -311,7 +311,7 @@ class _Run(Hooks):
         """
         settings, first = self._settings, 0
         if settings.secure is not None:
-            first = bits_before(self._job, self._sites.group_sums.groups)
+            first = count_earlier_bits(self._job, self._sites.group_sums.groups)
         agreed = agreed_analyses(self._experiment, settings.samples, settings.clients, settings.survivors, first)
         sites = {member.client: member.site for member in settings.sites}
         names = [sites.get(client, str(client)) for client in range(settings.clients)]

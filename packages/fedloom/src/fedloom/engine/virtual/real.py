@@ -44,7 +44,7 @@ class RealVersion(Version):
             self._queue.remove(event)  # requested by an earlier server process
             self._ask(event)
 
-    def _is_there(self, client: int) -> bool:
+    def _is_present(self, client: int) -> bool:
         return client in self._present and client not in self._unusable
 
     def _compute(self, ids: Tensor, times: Tensor) -> None:

@@ -40,7 +40,7 @@ NO_QUERIES = torch.zeros(len(CLIENT_COUNTS), dtype=torch.long)
 class Version(ABC):
     """Interval between two server steps. The server's state does not change during this interval.
 
-    Subclasses define which clients are present (`_is_there`), how training is prepared and started (`_compute`,
+    Subclasses define which clients are present (`_is_present`), how training is prepared and started (`_compute`,
     `_dispatch`), and how the run waits for an upload (`_wait`).
 
     Args:
@@ -136,11 +136,11 @@ class Version(ABC):
             self._dispatch(i)
 
     @abstractmethod
-    def _is_there(self, client: int) -> bool:
+    def _is_present(self, client: int) -> bool:
         """Return True if a client that is not training can be dispatched now."""
 
     def _is_free(self, client: int) -> bool:
-        return client not in self._away and self._is_there(client)
+        return client not in self._away and self._is_present(client)
 
     def _choose(self, count: int) -> list[tuple[int, int]]:
         """Return the next clients in the pool that can be dispatched, and how often each was drawn.
@@ -153,7 +153,7 @@ class Version(ABC):
                 pair = self._pool[self._pool_start]
                 self._pool_start += 1
                 if pair[0] not in away:
-                    (chosen if self._is_there(pair[0]) else absent).append(pair)
+                    (chosen if self._is_present(pair[0]) else absent).append(pair)
                 continue
             if not self._left or len(away) + len(chosen) >= self._job.n:
                 break
@@ -235,7 +235,7 @@ class VirtualVersion(Version):
         assert job.fleet is not None
         self._fleet, self._waits = job.fleet, 0
 
-    def _is_there(self, client: int) -> bool:
+    def _is_present(self, client: int) -> bool:
         return self._fleet.presence is None or self._fleet.next(client, self._now) <= self._now
 
     def _wait(self) -> None:

@@ -187,7 +187,7 @@ def _read_partitions(path: Path) -> tuple[dict[int, RunPartition], list[str]]:
     if not path.exists():
         return {}, []
     needed = ("seed", "client", "name", "size", "group", "attacks", "counts")
-    table = read_table(path, needed, lacking=("tested", "tests"))
+    table = read_table(path, needed, optional=("tested", "tests"))
     seed, attacks = table["seed"].to_numpy(), table["attacks"].to_numpy()
     partitions, names = {}, []
     for value in dict.fromkeys(seed.tolist()):
@@ -209,10 +209,10 @@ def _read_partitions(path: Path) -> tuple[dict[int, RunPartition], list[str]]:
     return partitions, names
 
 
-def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacking: tuple[str, ...] = ()) -> pa.Table:
+def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, optional: tuple[str, ...] = ()) -> pa.Table:
     """Read the named columns of a file, and convert each column to its standard type.
 
-    If ``coded`` is true, text columns are read with dictionary encoding. ``lacking`` names additional columns that
+    If ``coded`` is true, text columns are read with dictionary encoding. ``optional`` names additional columns that
     earlier versions did not write. If any of them is missing, all of them are skipped.
 
     Raises:
@@ -226,7 +226,7 @@ def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False, lacki
         check_digest(path, path.read_bytes())
         schema = pq.read_schema(path)
         stored = schema.names
-        names += lacking if {*lacking} <= {*stored} else ()
+        names += optional if {*optional} <= {*stored} else ()
         if twice := [name for name in names if stored.count(name) > 1]:
             raise RunDirError(f"{path} is damaged: two columns are named {twice[0]!r}")
         for name in names:
