@@ -35,6 +35,8 @@ SEED_KEYS = ("tuning", "seeds", "further", "plan", "again")
 POOLED_METHOD = "centralized"
 NOTE_FUNCTIONS = ("check", "remarks")
 """Functions of a method that return notes for the user."""
+NOTE_DECLARATION = "needs"
+"""Attribute of a method that lists options without an effect, for notes."""
 REFERENCE_METHODS = ("local", "fedavg", POOLED_METHOD)
 """Reference methods for all other methods: no collaboration, one model for all clients, and all data in one place."""
 
@@ -249,7 +251,8 @@ class Cell:
         """Digest of the code of the method. For a preset, the digest covers the code of all its parts.
 
         Words do not affect results, so they are omitted: docstrings, sentences, descriptions of options, error
-        messages, and the functions that return notes. Imports are omitted too: the code names what it uses.
+        messages, and the functions and declarations (`needs`) from which notes follow. Imports are omitted too: the
+        code names what it uses.
         """
         entry: Any = choose("algorithm", REGISTRY, self.method, base=Algorithm)
         parts = entry.parts if isinstance(entry, Preset) else [entry]
@@ -268,6 +271,12 @@ class _WordRemover(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
         return None if node.name in NOTE_FUNCTIONS else self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
+        return None if ast.unparse(node.target) == NOTE_DECLARATION else self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST | None:
+        return None if ast.unparse(node.target) == NOTE_DECLARATION else self.generic_visit(node)
 
     def visit_Raise(self, node: ast.Raise) -> ast.AST:
         if isinstance(node.exc, ast.Call):
