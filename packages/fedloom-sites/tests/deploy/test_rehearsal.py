@@ -145,7 +145,7 @@ GONE: dict[str, tuple[Callable[[RehearsedSite], AttackOutcome], list[tuple[Any, 
     "one list of a session": (
         sums.isolate_by_drop_outs,
         [
-            (member.SessionMember, "_arrived", lambda _self, _record, clients: [*clients]),
+            (member.SessionMember, "_check_arrived", lambda _self, _record, clients: [*clients]),
             (member.secure, "check_statement", _ignore),
             (member.counters, "check_enough", _ignore),
         ],

@@ -207,7 +207,7 @@ def test_the_server_of_a_deployment_has_a_blank_sequence(each: bool) -> None:
     x = torch.randint(1, 5, (12, 4), generator=torch.Generator().manual_seed(0))
     data = fl.Dataset.create((x, x % 3 if each else x[:, 0] % 3), vocabulary=5)
     local_data = pytest.importorskip("fedloom_sites.deploy.site.local_data")
-    fed = local_data.federation_of(InputSpec.create(data), torch.tensor([[3, 1, 1], [2, 0, 0]]))
+    fed = local_data.make_blank_federation(InputSpec.create(data), torch.tensor([[3, 1, 1], [2, 0, 0]]))
     assert fed.data.tokens == data.tokens
     setting = fl.Setting(algorithm=fl.algorithms.FedAvg(), model=LSTM(embedding=2, hidden=3))
     job, _ = make_job(setting, fed)
