@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
@@ -577,6 +577,26 @@ def test_the_sets_of_one_analysis_are_not_combined() -> None:
     columns = [everyone, everyone - gaps[0], everyone - gaps[1]]
     assert not isolates_subjects(everyone - gaps[0] - gaps[1] - {"9", "10"}, [columns], 5)
     assert isolates_subjects(everyone - gaps[0] - gaps[1] - {"9", "10"}, [[one] for one in columns], 5)
+
+
+def test_a_regression_after_table_1_is_answered_if_many_cells_are_missing() -> None:
+    """Table 1 has a set of rows for each of 12 columns, a regression needs all cells, and both are asked again."""
+    rng = np.random.default_rng(20261201)
+    is_missing = rng.random((400, 12)) < 0.1
+    assert is_missing.sum(0).min() > 5
+    memory: dict[str, Any] = {}
+
+    def judge(name: str, masks: Iterable[np.ndarray]) -> bool:
+        rows, subjects = torch.arange(400.0).double()[:, None], torch.arange(800).view(2, 400)
+        sets = [ClientRows(rows[mask], rows[mask], *subjects[:, torch.from_numpy(mask)]) for mask in masks]
+        return judge_row_sets(memory, name, sets, "columns", b"salt", 5)
+
+    for again in range(4):
+        assert judge(f"table-1 {again}", ~is_missing.T)
+        assert judge(f"glm {again}", [~is_missing.any(1)])
+    one_more = ~is_missing.any(1)
+    one_more[np.flatnonzero(~one_more)[0]] = True
+    assert not judge("one patient more", [one_more])
 
 
 def test_a_range_that_isolates_a_row_is_no_answer(tmp_path: Path) -> None:

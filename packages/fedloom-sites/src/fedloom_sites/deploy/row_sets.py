@@ -63,15 +63,19 @@ def judge_row_sets(
         if earlier is not None or not subjects:
             verdict_of[key] = earlier is None or bool(earlier["answered"])
             continue
-        comparable, unmatched = dict[str, list[Set[str]]](), dict[str, dict[str, Set[str]]]()
+        comparable, unmatched = dict[str, dict[str, Set[str]]](), dict[str, dict[str, Set[str]]]()
         for one in answered:
             before = remembered[one["set"]]
-            if before["columns"] == columns:
-                comparable.setdefault(one["of"], []).append({*before["subjects"]})
-            else:
-                unmatched.setdefault(before["columns"], {})[one["set"]] = {*before["subjects"]}
+            is_comparable = before["columns"] == columns
+            group = (
+                comparable.setdefault(one["of"], {}) if is_comparable else unmatched.setdefault(before["columns"], {})
+            )
+            group[one["set"]] = {*before["subjects"]}
+        distinct = {
+            frozenset(group): [*group.values()] for group in comparable.values()
+        }  # repeated analyses count once
         gaps = (abs(len(subjects) - n) for group in unmatched.values() for n in _reachable_counts([*group.values()]))
-        verdict_of[key] = not isolates_subjects({*subjects}, [*comparable.values()], least) and not any(
+        verdict_of[key] = not isolates_subjects({*subjects}, [*distinct.values()], least) and not any(
             0 < gap < least for gap in gaps
         )
         remembered[key] = {"columns": columns, "subjects": subjects}
@@ -120,6 +124,8 @@ def _has_small_remainder(members: NDArray[np.float64], sizes: NDArray[np.int64],
         sizes: number of subjects in each class.
         least: minimum number of subjects.
     """
+    members, classes = np.unique(members, axis=0, return_inverse=True)
+    sizes = np.bincount(classes.ravel(), sizes).astype(np.int64)
     new, basis = members[:, 0], members[:, 1:]
     most, tried = 2 * (least - 1), 0
     small = [k for k in np.flatnonzero(members.any(1)).tolist() if sizes[k] <= most]
