@@ -285,7 +285,7 @@ def note_idle_fields(value: Value, tables: Mapping[str, Value] = {}) -> list[str
 
 
 def idle_sentence(value: Value, key: str) -> str:
-    """Return the begin of a sentence that states that a value's field has no effect. The caller adds the reason."""
+    """Return the beginning of a sentence that states that a value's field has no effect. The caller adds the reason."""
     return f"{type(value).__name__}: {key} = {getattr(value, key)!r} has no effect"
 
 
